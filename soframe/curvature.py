@@ -68,6 +68,9 @@ from soframe.state.transfer import hand_over
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
+_MOST = 5
+"""The blocks that an error lists."""
+
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
 
@@ -376,11 +379,31 @@ class Curvature(OfModel):
     def inverse(self, damping: float) -> Operator:
         """Return ``(C + damping I)^-1``, for products, traces, and samples by its `Operator.sqrt`.
 
+        An eigenvalue of a factor is zero within rounding if it is at most ``n eps`` times the
+        largest one of the n, as for `torch.linalg.matrix_rank`; a square in EKFAC's basis, if it is
+        at most the square of that; an entry of a diagonal, if it is zero. Any is zero below the
+        smallest normal number. With a damping far below the eigenvalues that count and far above
+        rounding ``curvature @ (inverse @ (inverse @ v))`` is about the pseudo-inverse times v.
+
         Args:
-            damping: At least zero; with zero, directions whose curvature is zero within rounding
-                give zero, as by `torch.linalg.pinv`.
+            damping: At least zero. With zero every rank must call.
+
+        Raises:
+            ValueError: If the damping is negative, or zero and the curvature singular; on every
+                rank.
+            RuntimeError: If it is not fitted.
         """
-        return self._operator(damping, -1.0)
+        operator = self._operator(damping, -1.0)
+        if singular := operator.singular():
+            shown = ", ".join(singular[:_MOST])
+            if len(singular) > _MOST:
+                shown += f" and {len(singular) - _MOST} more"
+            raise ValueError(
+                f"with a damping of {damping:g} the curvature has no inverse: eigenvalues are zero "
+                f"within rounding in {shown}. Pass a damping, such as 0.1 * curvature.trace() / "
+                f"len(curvature.eigenvalues()), or leave these layers out (skip=[...])"
+            )
+        return operator
 
     def trace(self, block: str | None = None) -> float:
         """Return the trace of one block, or of all; every rank must call."""
