@@ -14,7 +14,7 @@ computes updates::
     ...                                   # forward and backward passes
     curvature.fold(plan)                  # sums of all ranks into running factors
     curvature.observe(gradients, plan)    # statistics of averaged gradients
-    curvature.solve(plan)                 # second-order data of blocks that are due
+    curvature.solve_due(plan)             # second-order data of blocks that are due
     updates = curvature.direct(gradients, plan.damping)
 
 `soframe.step.engine` has the order, and agrees on the plan.
@@ -42,7 +42,7 @@ from soframe.capture.hooks import Capture
 from soframe.checks.numbers import require_integer
 from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
-from soframe.damping.policies import check_damping
+from soframe.damping.policies import check_damping, damping_at
 from soframe.estimate import averages
 from soframe.estimate.gradients import AveragedGradients, Gradients, source_of
 from soframe.estimate.plan import Plan
@@ -681,7 +681,7 @@ class Curvature(OfModel):
         """Average statistics of the gradients, before updates are made or ``after``."""
         averages.observe(self.placed, gradients, plan, after=after)
 
-    def solve(self, plan: Plan, *, after: bool = False) -> None:
+    def solve_due(self, plan: Plan, *, after: bool = False) -> None:
         """Solve the blocks that are due, before updates are made or ``after`` they are written."""
         # Blocks whose factors have changed: second-order data may be refreshed without a solve.
         changed: Collection[Block] = ()
@@ -726,11 +726,38 @@ class Curvature(OfModel):
 
     # -- between steps ------------------------------------------------------------------------
 
-    def solve_again(self, blocks: Sequence[Block], damping: float) -> None:
-        """Solve blocks at once, with a damping."""
+    @torch.no_grad()
+    def solve(self) -> None:
+        """Solve all blocks that have statistics, from their present averages; all ranks must call.
+
+        For ``solve_every="demand"``, and between the solves of an interval. Statistics that are
+        taken in a basis, as EKFAC's scale is, begin anew with the new one. A block whose factors
+        cannot be solved keeps its data, as in a step.
+
+        Raises:
+            RuntimeError: If no block has statistics, or it is fitted to data, which solves it.
+        """
+        if self._fit is not None:
+            raise RuntimeError("fit() solves a curvature of data: only one of training has solve()")
+        blocks = [block for block in self.placed.solvable if block.mass > 0]
+        if not blocks:
+            raise RuntimeError(
+                "solve() found no statistics: call it after a step that has taken some"
+            )
+        self.placed.backend.meet("Curvature.solve()")
+        damping = damping_at(self.parts.damping, self.steps)
+        with within("full"):
+            solved = self.solve_again(blocks, damping)
+        for block in solved:
+            block.record.solved_at.update(dict.fromkeys(block.tensors, self.steps - 1))
+        self._spectra_of = -1  # they are of the former data
+
+    def solve_again(self, blocks: Sequence[Block], damping: float) -> Sequence[Block]:
+        """Solve blocks at once, with a damping; return the ones that could be solved."""
         solves = self.parts.solves
         solved = solves.advance(self.placed, blocks, damping=damping, counters=self.counts)
         self.statistics.window.drop_dependent(solved)
+        return solved
 
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors."""

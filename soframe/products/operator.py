@@ -32,7 +32,9 @@ Spectra = Mapping[Block, Spectrum]
 def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
     """Return the spectra of the last solve, of the blocks that this rank preconditions."""
     if unsolved := [block.name for block in placed.blocks if not block.solved]:
-        raise RuntimeError(f"no curvature yet of {', '.join(unsolved)}: fit it to data")
+        raise RuntimeError(
+            f"no curvature yet of {', '.join(unsolved)}: fit it to data; in training, solve() it"
+        )
     spectra = {}
     for block, place in placed:
         if placed.rank not in place.gradient_workers:
