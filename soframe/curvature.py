@@ -59,6 +59,7 @@ from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
+from soframe.schedules import NEVER
 from soframe.settings import Distribution, Statistics, flat, group_of
 from soframe.setup import building, choosing
 from soframe.setup.parts import Parts, parts_of
@@ -98,6 +99,11 @@ class Curvature(OfModel):
         distribution: How ranks communicate.
         layers: As for `soframe.Preconditioner`; all layers by default.
         skip: Patterns on names of modules to leave out.
+        auxiliary: The method of all trained parameters that ``method`` leaves out, such as the ones
+            of modules without a layer helper: ``"diagonal"`` for the diagonal of the Fisher, or
+            ``"kfac"`` for all of it within a small parameter. They are exact, from the gradient of
+            each sample, which takes one backward pass for each sample, and each column of a
+            ``"type-2"`` Fisher. None for no block.
 
     Raises:
         ValueError: If a setting is out of range, the method defines no products, the model has
@@ -133,10 +139,11 @@ class Curvature(OfModel):
         distribution: Distribution | None = None,
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = "all",
         skip: Sequence[str] = (),
+        auxiliary: Choice = None,
     ) -> None:
         groups = {"statistics": statistics, "distribution": distribution}
         ranks: Distribution = group_of("distribution", groups)
-        _require_served(method, group_of("statistics", groups), ranks)
+        _require_served((method, auxiliary), group_of("statistics", groups), ranks)
         backend = choosing.choose_backend(ranks.backend, model)
         with choosing.starting(lambda: backend):
             settings = {
@@ -151,7 +158,7 @@ class Curvature(OfModel):
                 "background": 0,
                 "layers": layers,
                 "skip": skip,
-                "auxiliary": None,
+                "auxiliary": auxiliary,
                 "grad_scaler": None,
                 **groups,
             }
@@ -170,7 +177,11 @@ class Curvature(OfModel):
         )
         if lost := self._coordinates.lost:
             reasons = "; ".join(f"{name}: {why}" for name, why in lost.items())
-            warnings.warn(f"soframe: the curvature leaves parameters out. {reasons}", stacklevel=2)
+            warnings.warn(
+                f"soframe: the curvature leaves parameters out. {reasons}. With "
+                f"auxiliary='diagonal' they have a block each",
+                stacklevel=2,
+            )
 
     @classmethod
     def of(cls, parts: Parts) -> Self:
@@ -687,7 +698,9 @@ class Curvature(OfModel):
         changed: Collection[Block] = ()
         if plan.weights is not None and not after:
             changed = self.statistics.window.due
-        due = self.parts.refresh.due(self.placed, plan, after=after)
+        due: Sequence[Block] = ()
+        if plan.solve_every != NEVER:  # else `solve` is called for it
+            due = self.parts.refresh.due(self.placed, plan, after=after)
         with within("full"):
             self.parts.solves.advance(
                 self.placed,
@@ -794,9 +807,19 @@ def _require_all_data(placed: PlacedBlocks, strategy: Strategy) -> None:
                 )
 
 
-def _require_served(method: Choice, statistics: Statistics, distribution: Distribution) -> None:
+def _require_served(
+    methods: Iterable[Choice], statistics: Statistics, distribution: Distribution
+) -> None:
     """Raise a ValueError for methods and settings without products."""
+    method, auxiliary = methods
     _require_products(choosing.methods(method))
+    if auxiliary is not None:
+        _require_products(choosing.methods(auxiliary))
+        if statistics.fisher == "forward-only":
+            raise ValueError(
+                "auxiliary= takes gradients of samples, and fisher='forward-only' has none: pass "
+                "another Fisher, or leave auxiliary= out"
+            )
     if statistics.scaling != "fisher" or statistics.loss_average != "local":
         raise ValueError(
             "a Curvature is the mean over samples of data whose losses are means over each batch: "

@@ -151,7 +151,7 @@ class Refresh:
 
         These are the blocks whose solves come before their updates, or with ``after`` behind them.
         """
-        if not placed.solvable or plan.solve_every == NEVER:
+        if not placed.solvable:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:

@@ -184,7 +184,8 @@ class Fit:
             outputs, value = pair
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
-                value.backward()
+                with self._capture.with_parameters(outputs, value):
+                    value.backward()
             losses.append(value.detach().reshape(()))
         if losses:
             # Read once for the window: the host waits for the device.
