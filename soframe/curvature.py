@@ -53,7 +53,7 @@ from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import OfMeans, Scale
-from soframe.products.fitting import Fit, LossOf
+from soframe.products.fitting import Fit, LossOf, Progress, Weights
 from soframe.products.operator import Operator, Spectra, spectra_of
 from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
@@ -493,8 +493,9 @@ class Curvature(OfModel):
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Save factors and second-order data by layer, with their meaning; every rank must call.
 
-        Within a fit it has the batches so far. It is a sharded checkpoint
-        (`soframe.checkpoint.save`): ``curvature`` has the tensors, named such as
+        Within a fit it has the batches so far; in training the averages and solves of the last
+        step, which a `Curvature` with the same method, solver and layers loads. It is a sharded
+        checkpoint (`soframe.checkpoint.save`): ``curvature`` has the tensors, named such as
         ``fc/factors/A``, and ``meaning`` a JSON text with the parameters of each block, and side,
         kind, degree and weight of each factor.
 
@@ -535,6 +536,12 @@ class Curvature(OfModel):
                 "soframe.Curvature(model, ...) to fit"
             )
         return self._fit
+
+    def so_far(self) -> tuple[Progress, Weights]:
+        """Return how far a fit has come, and its numbers of samples; none in training."""
+        if self._fit is None:
+            return Progress(), {}
+        return self._fit.progress, self._fit.weights
 
     def describe_fit(self) -> tuple[str, str]:
         """Return the kind of Fisher, and the strategy with its ranks."""

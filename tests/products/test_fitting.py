@@ -20,7 +20,7 @@ import soframe
 from soframe.methods import KFAC, Call
 from soframe.methods.spectrum import Spectrum
 from soframe.products import files
-from tests.curvature import fill, randn
+from tests.curvature import closing, fill, preconditioner, randn
 from tests.products.kinds import KINDS, Batch, Kind, Part, loss, rows_of
 from tests.products.table import taken, vectors
 
@@ -223,6 +223,21 @@ def test_the_curvature_of_a_preconditioner_is_that_of_its_last_step(solver: str)
         torch.testing.assert_close(tensor, product[name], rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="which has its own statistics"):
         curvature.fit(data, cross_entropy)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_a_curvature_of_training_is_saved_and_loaded(solver: str, tmp_path: Path) -> None:
+    model, data = network(), batches(6, 6)
+    with closing(preconditioner(model, solver=solver, layers="all")) as own:
+        for batch in data:
+            model.zero_grad()
+            cross_entropy(model, batch)[1].backward()
+            own.step()
+        own.curvature.save(tmp_path)
+        loaded = soframe.Curvature(model, solver=solver).load(tmp_path)
+        close(loaded, own.curvature)
+    with pytest.raises(RuntimeError, match="not fitted to data"):
+        soframe.laplace.Laplace(loaded)  # the number of samples is unknown
 
 
 def test_statistics_of_training_see_nothing_of_sample_gradients() -> None:

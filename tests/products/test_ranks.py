@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from tests.curvature import fill, randn
+from tests.curvature import closing, fill, preconditioner, randn
 from tests.distributed.harness import RankError, run_ranks
 from tests.products.kinds import KINDS, Batch, loss
 from tests.products.table import COLUMNS, errors
@@ -168,6 +168,29 @@ def test_every_rank_raises_of_a_singular_block(strategy: str, ranks: int) -> Non
     for texts in run_ranks(is_singular, ranks, strategy):
         for text in texts:
             assert "rounding in 2 (rank 10 of 15). Pass" in text
+
+
+def trained(rank: int, ranks: int, strategy: str, folder: str) -> Any:
+    """Save the curvature of a step of training, and return its spectra."""
+    model, data = network(), batches(5, 5, 5)[rank]
+    with closing(preconditioner(model, solver="eigen", layers="all", strategy=strategy)) as own:
+        cross_entropy(model, data)[1].backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= ranks  # type: ignore[operator]
+        own.step()
+        own.curvature.save(folder)
+        return values_of(own.curvature)
+
+
+@pytest.mark.parametrize("strategy", ["mem-opt", "sharded"])
+def test_one_process_loads_what_ranks_have_in_training(strategy: str, tmp_path: Path) -> None:
+    results = run_ranks(trained, 2, strategy, str(tmp_path))
+    loaded = soframe.Curvature(network()).load(tmp_path)
+    fitted = soframe.Curvature(network()).fit(batches(5, 5), cross_entropy)
+    close(loaded, fitted)
+    for values in results:
+        torch.testing.assert_close(values, values_of(loaded), rtol=1e-12, atol=1e-14)
 
 
 def on_four(rank: int, ranks: int, strategy: str, folder: str, *, load: bool) -> Any:
