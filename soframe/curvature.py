@@ -103,7 +103,7 @@ class Curvature(OfModel):
             of modules without a layer helper: ``"diagonal"`` for the diagonal of the Fisher, or
             ``"kfac"`` for all of it within a small parameter. They are exact, from the gradient of
             each sample, which takes one backward pass for each sample, and each column of a
-            ``"type-2"`` Fisher. None for no block.
+            ``"type-2"`` Fisher; reentrant checkpoints hide uses of a parameter. None for no block.
 
     Raises:
         ValueError: If a setting is out of range, the method defines no products, the model has
