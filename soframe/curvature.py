@@ -14,7 +14,7 @@ computes updates::
     ...                                   # forward and backward passes
     curvature.fold(plan)                  # sums of all ranks into running factors
     curvature.observe(gradients, plan)    # statistics of averaged gradients
-    curvature.solve(plan)                 # second-order data of blocks that are due
+    curvature.solve_due(plan)             # second-order data of blocks that are due
     updates = curvature.direct(gradients, plan.damping)
 
 `soframe.step.engine` has the order, and agrees on the plan.
@@ -43,7 +43,7 @@ from soframe.capture.hooks import Capture
 from soframe.checks.numbers import require_integer
 from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
-from soframe.damping.policies import check_damping
+from soframe.damping.policies import check_damping, damping_at
 from soframe.estimate import averages
 from soframe.estimate.gradients import AveragedGradients, Gradients, source_of
 from soframe.estimate.plan import Plan
@@ -54,12 +54,13 @@ from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import OfMeans, Scale
-from soframe.products.fitting import Fit, LossOf
+from soframe.products.fitting import Fit, LossOf, Progress, Weights
 from soframe.products.operator import Operator, Spectra, spectra_of
 from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
+from soframe.schedules import NEVER
 from soframe.settings import Distribution, Statistics, flat, group_of
 from soframe.setup import building, choosing
 from soframe.setup.parts import Parts, parts_of
@@ -68,6 +69,9 @@ from soframe.state.bound import OfModel
 from soframe.state.transfer import hand_over
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
+
+_MOST = 5
+"""The blocks that an error lists."""
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
@@ -96,6 +100,11 @@ class Curvature(OfModel):
         distribution: How ranks communicate.
         layers: As for `soframe.Preconditioner`; all layers by default.
         skip: Patterns on names of modules to leave out.
+        auxiliary: The method of all trained parameters that ``method`` leaves out, such as the ones
+            of modules without a layer helper: ``"diagonal"`` for the diagonal of the Fisher, or
+            ``"kfac"`` for all of it within a small parameter. They are exact, from the gradient of
+            each sample, which takes one backward pass for each sample, and each column of a
+            ``"type-2"`` Fisher; reentrant checkpoints hide uses of a parameter. None for no block.
 
     Raises:
         ValueError: If a setting is out of range, the method defines no products, the model has
@@ -131,10 +140,11 @@ class Curvature(OfModel):
         distribution: Distribution | None = None,
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = "all",
         skip: Sequence[str] = (),
+        auxiliary: Choice = None,
     ) -> None:
         groups = {"statistics": statistics, "distribution": distribution}
         ranks: Distribution = group_of("distribution", groups)
-        _require_served(method, group_of("statistics", groups), ranks)
+        _require_served((method, auxiliary), group_of("statistics", groups), ranks)
         backend = choosing.choose_backend(ranks.backend, model)
         with choosing.starting(lambda: backend):
             settings = {
@@ -149,7 +159,7 @@ class Curvature(OfModel):
                 "background": 0,
                 "layers": layers,
                 "skip": skip,
-                "auxiliary": None,
+                "auxiliary": auxiliary,
                 "grad_scaler": None,
                 **groups,
             }
@@ -168,7 +178,11 @@ class Curvature(OfModel):
         )
         if lost := self._coordinates.lost:
             reasons = "; ".join(f"{name}: {why}" for name, why in lost.items())
-            warnings.warn(f"soframe: the curvature leaves parameters out. {reasons}", stacklevel=2)
+            warnings.warn(
+                f"soframe: the curvature leaves parameters out. {reasons}. With "
+                f"auxiliary='diagonal' they have a block each",
+                stacklevel=2,
+            )
 
     @classmethod
     def of(cls, parts: Parts) -> Self:
@@ -383,11 +397,31 @@ class Curvature(OfModel):
     def inverse(self, damping: float) -> Operator:
         """Return ``(C + damping I)^-1``, for products, traces, and samples by its `Operator.sqrt`.
 
+        An eigenvalue of a factor is zero within rounding if it is at most ``n eps`` times the
+        largest one of the n, as for `torch.linalg.matrix_rank`; a square in EKFAC's basis, if it is
+        at most the square of that; an entry of a diagonal, if it is zero. Any is zero below the
+        smallest normal number. With a damping far below the eigenvalues that count and far above
+        rounding ``curvature @ (inverse @ (inverse @ v))`` is about the pseudo-inverse times v.
+
         Args:
-            damping: At least zero; with zero, directions whose curvature is zero within rounding
-                give zero, as by `torch.linalg.pinv`.
+            damping: At least zero. With zero every rank must call.
+
+        Raises:
+            ValueError: If the damping is negative, or zero and the curvature singular; on every
+                rank.
+            RuntimeError: If it is not fitted.
         """
-        return self._operator(damping, -1.0)
+        operator = self._operator(damping, -1.0)
+        if singular := operator.singular():
+            shown = ", ".join(singular[:_MOST])
+            if len(singular) > _MOST:
+                shown += f" and {len(singular) - _MOST} more"
+            raise ValueError(
+                f"with a damping of {damping:g} the curvature has no inverse: eigenvalues are zero "
+                f"within rounding in {shown}. Pass a damping, such as 0.1 * curvature.trace() / "
+                f"len(curvature.eigenvalues()), or leave these layers out (skip=[...])"
+            )
+        return operator
 
     def trace(self, block: str | None = None) -> float:
         """Return the trace of one block, or of all; every rank must call."""
@@ -466,8 +500,9 @@ class Curvature(OfModel):
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Save factors and second-order data by layer, with their meaning; every rank must call.
 
-        Within a fit it has the batches so far. It is a sharded checkpoint
-        (`soframe.checkpoint.save`): ``curvature`` has the tensors, named such as
+        Within a fit it has the batches so far; in training the averages and solves of the last
+        step, which a `Curvature` with the same method, solver and layers loads. It is a sharded
+        checkpoint (`soframe.checkpoint.save`): ``curvature`` has the tensors, named such as
         ``fc/factors/A``, and ``meaning`` a JSON text with the parameters of each block, and side,
         kind, degree and weight of each factor.
 
@@ -508,6 +543,12 @@ class Curvature(OfModel):
                 "soframe.Curvature(model, ...) to fit"
             )
         return self._fit
+
+    def so_far(self) -> tuple[Progress, Weights]:
+        """Return how far a fit has come, and its numbers of samples; none in training."""
+        if self._fit is None:
+            return Progress(), {}
+        return self._fit.progress, self._fit.weights
 
     def describe_fit(self) -> tuple[str, str]:
         """Return the kind of Fisher, and the strategy with its ranks."""
@@ -665,13 +706,15 @@ class Curvature(OfModel):
         """Average statistics of the gradients, before updates are made or ``after``."""
         averages.observe(self.placed, gradients, plan, after=after)
 
-    def solve(self, plan: Plan, *, after: bool = False) -> None:
+    def solve_due(self, plan: Plan, *, after: bool = False) -> None:
         """Solve the blocks that are due, before updates are made or ``after`` they are written."""
         # Blocks whose factors have changed: second-order data may be refreshed without a solve.
         changed: Collection[Block] = ()
         if plan.weights is not None and not after:
             changed = self.statistics.window.due
-        due = self.parts.refresh.due(self.placed, plan, after=after)
+        due: Sequence[Block] = ()
+        if plan.solve_every != NEVER:  # else `solve` is called for it
+            due = self.parts.refresh.due(self.placed, plan, after=after)
         with within("full"):
             self.parts.solves.advance(
                 self.placed,
@@ -710,11 +753,38 @@ class Curvature(OfModel):
 
     # -- between steps ------------------------------------------------------------------------
 
-    def solve_again(self, blocks: Sequence[Block], damping: float) -> None:
-        """Solve blocks at once, with a damping."""
+    @torch.no_grad()
+    def solve(self) -> None:
+        """Solve all blocks that have statistics, from their present averages; all ranks must call.
+
+        For ``solve_every="demand"``, and between the solves of an interval. Statistics that are
+        taken in a basis, as EKFAC's scale is, begin anew with the new one. A block whose factors
+        cannot be solved keeps its data, as in a step.
+
+        Raises:
+            RuntimeError: If no block has statistics, or it is fitted to data, which solves it.
+        """
+        if self._fit is not None:
+            raise RuntimeError("fit() solves a curvature of data: only one of training has solve()")
+        blocks = [block for block in self.placed.solvable if block.mass > 0]
+        if not blocks:
+            raise RuntimeError(
+                "solve() found no statistics: call it after a step that has taken some"
+            )
+        self.placed.backend.meet("Curvature.solve()")
+        damping = damping_at(self.parts.damping, self.steps)
+        with within("full"):
+            solved = self.solve_again(blocks, damping)
+        for block in solved:
+            block.record.solved_at.update(dict.fromkeys(block.tensors, self.steps - 1))
+        self._spectra_of = -1  # they are of the former data
+
+    def solve_again(self, blocks: Sequence[Block], damping: float) -> Sequence[Block]:
+        """Solve blocks at once, with a damping; return the ones that could be solved."""
         solves = self.parts.solves
         solved = solves.advance(self.placed, blocks, damping=damping, counters=self.counts)
         self.statistics.window.drop_dependent(solved)
+        return solved
 
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors."""
@@ -751,9 +821,19 @@ def _require_all_data(placed: PlacedBlocks, strategy: Strategy) -> None:
                 )
 
 
-def _require_served(method: Choice, statistics: Statistics, distribution: Distribution) -> None:
+def _require_served(
+    methods: Iterable[Choice], statistics: Statistics, distribution: Distribution
+) -> None:
     """Raise a ValueError for methods and settings without products."""
+    method, auxiliary = methods
     _require_products(choosing.methods(method))
+    if auxiliary is not None:
+        _require_products(choosing.methods(auxiliary))
+        if statistics.fisher == "forward-only":
+            raise ValueError(
+                "auxiliary= takes gradients of samples, and fisher='forward-only' has none: pass "
+                "another Fisher, or leave auxiliary= out"
+            )
     if statistics.scaling != "fisher" or statistics.loss_average != "local":
         raise ValueError(
             "a Curvature is the mean over samples of data whose losses are means over each batch: "

@@ -71,7 +71,7 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
         RuntimeError: If the curvature is not fitted.
     """
     path, tensors, layers = Path(file), dict[str, Tensor](), dict[str, Any]()
-    curvature.inverse(0.0)  # raises where it is not fitted, and starts no collective
+    curvature.inverse(1.0)  # raises where it is not fitted, and starts no collective
     for block in curvature.blocks:
         layers[block.name] = _describe(curvature, block)
         for factor in block.factors:

@@ -45,7 +45,8 @@ def scores(
         ``[queries, training samples of this rank]``.
 
     Raises:
-        ValueError: If queries or training samples are missing, or see `Curvature.gradients`.
+        ValueError: If queries or training samples are missing, or the damping is zero and the
+            curvature singular; or see `Curvature.gradients`.
     """
     inverse = curvature.inverse(damping)
     solved = queries_of(inverse, (curvature.gradients(batch, loss) for batch in queries))
@@ -67,7 +68,7 @@ def self_influence(
     ranks need ``strategy="comm-opt"``, as each multiplies vectors of its own.
 
     Raises:
-        ValueError: If training samples are missing, or see `Curvature.gradients`.
+        ValueError: As `scores` raises it.
     """
     inverse, lengths = curvature.inverse(damping), []
     for batch in train:

@@ -32,7 +32,7 @@ from soframe.diagnostics.metrics import Measuring, Spectra
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
-from soframe.schedules import Interval, Schedule
+from soframe.schedules import NEVER, Interval, Schedule, SolveInterval
 from soframe.settings import (
     DAMPING,
     KL_CLIP,
@@ -86,7 +86,8 @@ class Preconditioner(OfModel):
         statistics_every: Interval of statistics steps, in steps; None for 10 where statistics come
             from calls (K-FAC), and 1 where they come from the averaged gradient (SOAP, Shampoo).
         solve_every: Interval of solves, in steps; None for 10, which becomes 100 after 100 steps
-            if all methods read calls.
+            if all methods read calls; ``"demand"`` for solves by `Curvature.solve` alone: until
+            the first one, gradients of methods that need a solve stay as they are.
         background: The number of steps between the start of a solve and the use of its results;
             meanwhile the solve runs in a separate thread (on CUDA, in a separate stream). A number
             gives the same results in every run; ``"ready"`` uses them at the first step that finds
@@ -133,7 +134,7 @@ class Preconditioner(OfModel):
         decay: Schedule | Literal["mean"] = 0.95,
         kl_clip: Schedule | None = KL_CLIP,
         statistics_every: Interval | None = None,
-        solve_every: Interval | None = None,
+        solve_every: SolveInterval | None = None,
         background: int | Literal["ready"] = 0,
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = None,
         skip: Sequence[str] = (),
@@ -372,9 +373,10 @@ class Preconditioner(OfModel):
         return self._parts.refresh.interval(self.curvature.placed, self.steps)
 
     @property
-    def solve_every(self) -> int:
+    def solve_every(self) -> int | Literal["demand"]:
         """The interval of solves at the coming step, in steps."""
-        return self._parts.refresh.solve_every.at(self.steps)
+        interval = self._parts.refresh.solve_every.at(self.steps)
+        return "demand" if interval == NEVER else interval
 
     @property
     def updated(self) -> bool:

@@ -15,6 +15,10 @@ from typing import Literal, TypeGuard
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
+SolveInterval = Interval | Literal["demand"]
+
+NEVER = 2**53
+"""The interval of ``solve_every="demand"``, longer than any training."""
 
 
 def _called(name: str, value: Callable[[int], object], step: int) -> object:
@@ -214,6 +218,18 @@ def decay_of(value: Schedule | Literal["mean"]) -> Schedule:
     if value == "mean":
         return 1 - 2.0**-40
     return value
+
+
+def interval_of(value: SolveInterval) -> Interval:
+    """Return the interval of ``solve_every``: with "demand", no step is its turn."""
+    if not isinstance(value, str):
+        return value
+    if value != "demand":
+        raise ValueError(
+            f"solve_every must be a positive integer, a callable of the step that returns one, or "
+            f"'demand', not {value!r}"
+        )
+    return NEVER
 
 
 def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:

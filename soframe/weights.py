@@ -34,5 +34,7 @@ def samples_of(curvature: Curvature) -> float:
             if factor.mean_over == "samples":
                 number = max(number, *weights.get(block.name, {}).get(factor.name, [0.0]))
     if not number:
-        raise RuntimeError("this curvature is not fitted: call fit() or load() before")
+        raise RuntimeError(
+            "this curvature is not fitted to data: call fit(), or load() one that was"
+        )
     return number

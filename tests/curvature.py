@@ -7,6 +7,7 @@ type-2 Fisher; each pass is a micro-batch of its own.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ LAYERS = (
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers, float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def fill(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -40,7 +41,7 @@ def fill(module: nn.Module, seed: int = 0) -> nn.Module:
     module.double()
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
-            fan_in = max(1, parameter[0].numel())
+            fan_in = max(1, prod(parameter.shape[1:]))
             parameter.copy_(randn(*parameter.shape, seed=1000 * seed + number) / fan_in**0.5)
     return module
 

@@ -45,6 +45,7 @@ from soframe.layers.layout import (
     plain_layout,
     positions_of,
 )
+from soframe.layers.parameter import ParameterHelper
 from soframe.layers.tied import tables_and_heads
 from soframe.methods.base import SMALL, Candidate, Method
 from soframe.methods.blocked import CutRows
@@ -80,6 +81,7 @@ class Choices:
     observed: bool  # whether the Fisher needs `observe`, for methods that read calls
     ranks: tuple[int, ...]  # the global ranks of the group in which blocks are placed
     cut: Mapping[str, int | Sequence[int]]
+    of_samples: bool  # whether the auxiliary method may read gradients of samples, as in a fit
     staged: bool  # whether it is a part of a pipeline: patterns may match other stages
     kept: frozenset[int] = frozenset()  # parameters by identity whose block outlasts a freeze
     head_in: nn.Module | None = None  # of a staged model: the module with the head of the whole one
@@ -190,7 +192,7 @@ class Registration:
         choice = self._by_default if choices.solver is None else choices.solver
         self._solvers = self._build_solvers(choice)
         self._eigen = self._build_solvers("eigen").choose("")
-        self._auxiliary = _auxiliary(choices.auxiliary)
+        self._auxiliary = _auxiliary(choices.auxiliary, of_samples=choices.of_samples)
         methods = self._methods.all()
         if self._auxiliary is not None:
             methods.append(self._auxiliary)
@@ -348,9 +350,7 @@ class Registration:
             why = f"{type(candidate.module).__name__}: {candidate.reason}"
             if candidate.reason is None:
                 why = Reason.SHARED.format(refused.name, refused.reason)
-            for parameter in parameters_of(candidate.module).values():
-                reason = why if parameter.requires_grad else FROZEN
-                self._reasons.setdefault(id(parameter), reason)
+            _explain(self._reasons, candidate.module, why)
 
     def _build_all_of_layer(self, layer: Sequence[_Candidate], trained: Sequence[str]) -> None:
         """Build the blocks of a layer, of parameters that are trained."""
@@ -535,18 +535,37 @@ class Registration:
             module, name = next(iter(sharers.items()))
             if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
-            reason = self._reasons.setdefault(id(parameter), reason)
-            if self._auxiliary is None:
-                continue
-            _require_elements(full, parameter)
-            if (why := sparse(sharers)) is not None:
-                raise ValueError(f"{full}: {why}, or freeze it")
-            layout: Layout = PlainLayout(module, full.rpartition(".")[2])
-            if parameter.is_complex() and self._auxiliary.factors(layout.shape):
-                raise ValueError(f"{full} is complex: choose auxiliary='adamw', or freeze it")
-            self._notes[full] = reason
-            method, layout = self._cut(name, full, self._auxiliary, layout)
+            self._reasons.setdefault(id(parameter), reason)
+            if self._auxiliary is not None:
+                self._build_auxiliary(full, parameter, name, self._auxiliary)
+
+    def _build_auxiliary(
+        self, full: str, parameter: nn.Parameter, name: str, method: Method
+    ) -> None:
+        """Build the block of a parameter that no other method takes."""
+        sharers = self._survey.sharers[id(parameter)]
+        module = next(iter(sharers))
+        if method.captures and self._skipping(module) is not None:
+            return  # a fit leaves it out
+        _require_elements(full, parameter)
+        if (why := sparse(sharers)) is not None:
+            raise ValueError(f"{full}: {why}, or freeze it")
+        key = full.rpartition(".")[2]
+        layout: Layout = PlainLayout(module, key)
+        if parameter.is_complex() and method.factors(layout.shape):
+            raise ValueError(f"{full} is complex: choose auxiliary='adamw', or freeze it")
+        self._notes[full] = self._reasons[id(parameter)]
+        if not method.captures:
+            method, layout = self._cut(name, full, method, layout)
             self._build(full, method, (), layout, auxiliary=True)
+            return
+        if sharding.is_distributed(parameter):
+            raise ValueError(
+                f"{full} is sharded over ranks, and only whole parameters have gradients of "
+                f"samples: leave auxiliary= out, or skip its module"
+            )
+        helper = ParameterHelper(module, key)
+        self._build(full, method, (helper,), helper, auxiliary=True)
 
     def _build_of_parameter(
         self, full: str, parameter: nn.Parameter, name: str, module: nn.Module
@@ -699,6 +718,13 @@ class _TextsOfKind:
         return cls(" / ".join(dict.fromkeys(names)), list(_reduced(block)))
 
 
+def _explain(reasons: dict[int, str], module: nn.Module, reason: str) -> None:
+    """Add the reason why the parameters of a module have no block."""
+    for parameter in parameters_of(module).values():
+        why = reason if parameter.requires_grad else FROZEN
+        reasons.setdefault(id(parameter), why)
+
+
 def _flattened(parameter: nn.Parameter, layout: Layout) -> str:
     """Return the matrices that a parameter of more dimensions is taken as; empty for others."""
     groups, out, into = layout.shape
@@ -774,12 +800,12 @@ def _require_helpers(layers: Mapping[str, object]) -> None:
             )
 
 
-def _auxiliary(choice: Choice) -> Method | None:
-    """Return the auxiliary method, which reads gradients alone."""
+def _auxiliary(choice: Choice, *, of_samples: bool) -> Method | None:
+    """Return the auxiliary method; without a fit it reads gradients alone."""
     if choice is None:
         return None
     method: Method = KINDS["method"].build(choice, Method)
-    if method.captures:
+    if method.captures and not of_samples:
         raise ValueError(
             f"auxiliary={choice!r} reads calls of layers, but the auxiliary "
             f"method updates single parameters from their gradients: choose it for layers "

@@ -36,11 +36,13 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
+from soframe.capture.parameters import require_apart, sample_gradients
 from soframe.capture.root import Layers, look, look_at_outputs
 from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
+from soframe.layers.parameter import ParameterHelper
 
 
 @dataclass(frozen=True)
@@ -289,8 +291,11 @@ class Capture:
         self._after: list[RemovableHandle] = []
         self.is_global = False  # whether a global hook calls the others: someone else has some, too
         self._probe: Probe | None = None
+        # Of single parameters, which have no calls: their rows come from the outputs.
+        self._parameters: Sequence[ParameterHelper] = ()
         self._unlearned_wrapper: nn.parallel.DistributedDataParallel | None = None
         self._delivering = False
+        self._sampling = False  # whether backward passes are of `sample_rows`, and of no call
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
     # -- interface for statistics, Fishers and the step -----------------------------------------
@@ -314,7 +319,10 @@ class Capture:
         self._roots, self._after, self.is_global = {}, [], False
         self.names = dict(names)
         readers = set(rereading)
+        self._parameters = [helper for helper in names if isinstance(helper, ParameterHelper)]
         for helper in names:
+            if helper in self._parameters:
+                continue
             # For a bias alone, inputs show which of several groups a call reaches.
             if helper.multiplies or helper.shape[0] > 1:
                 readers.add(helper)
@@ -420,12 +428,13 @@ class Capture:
         """
         calls = self.calls
         watched = calls.watched
-        if not watched:
+        if not (watched or self._parameters):
             raise RuntimeError(
                 "no registered layer ran with gradients since the last probe: call it between "
                 "the model's forward pass and loss.backward()"
             )
-        calls.current, calls.first_batch = calls.count, None
+        number = calls.current = calls.count
+        calls.first_batch = None
         calls.count += 1
         try:
             for index, (vector, weight) in enumerate(vectors):
@@ -433,14 +442,9 @@ class Capture:
                 self._probe = Probe(weight, is_first, samples)
                 # The first has to reach every layer, since it counts the inputs.
                 starts, gradients = _starts(outputs, vector, with_zeros=is_first)
-                with unseen_by(self._unlearned_wrapper):
-                    reached: Sequence[Tensor | None] = torch.autograd.grad(
-                        starts,
-                        [end.edge for end in watched],
-                        grad_outputs=gradients,
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
+                rows = self.sample_rows(outputs, starts, gradients)
+                self._deliver_rows(rows, number, self._probe)
+                reached = self._reach(watched, starts, gradients)
                 pairs = list(zip(watched, reached, strict=True))
                 self._deliver_inner_gradients(pairs)
                 if is_first:
@@ -450,6 +454,81 @@ class Capture:
         finally:
             calls.current = calls.first_batch = None
             self._probe, calls.shares, self._unlearned_wrapper = None, False, None
+
+    def _reach(
+        self, ends: Sequence[_Watched], starts: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients that reach the ends of a probe."""
+        if not ends:
+            return ()
+        with unseen_by(self._unlearned_wrapper):
+            reached: Sequence[Tensor | None] = torch.autograd.grad(
+                starts,
+                [end.edge for end in ends],
+                grad_outputs=gradients,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        return reached
+
+    # -- single parameters ------------------------------------------------------------------------
+
+    @contextmanager
+    def with_parameters(self, outputs: Any, loss: Tensor) -> Iterator[None]:
+        """Deliver the rows of single parameters, around the backward pass of a loss."""
+        rows, calls = self.sample_rows(outputs, [loss]), self.calls
+        number, terms = calls.count, calls.batch.terms
+        yield
+        if rows:
+            calls.count = number + 1  # also if the pass has reached no layer
+            self._deliver_rows(rows, number, Probe(1.0, True, terms))
+
+    def sample_rows(
+        self, outputs: Any, starts: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
+    ) -> dict[ParameterHelper, Tensor]:
+        """Return the gradients of samples in single parameters, ``[samples, entries]``.
+
+        For the arguments see `sample_gradients`.
+
+        Raises:
+            ValueError: If the outputs do not show the samples, or a batch norm mixes them.
+        """
+        rows: dict[ParameterHelper, Tensor] = {}
+        if not self._parameters:
+            return rows
+        assert self.model is not None
+        require_apart(self.model)
+        helper_of = {helper.parameter: helper for helper in self._parameters}
+        root = self.calls.batch.root
+        self._sampling = True
+        try:
+            of_parameters = sample_gradients(outputs, list(helper_of), starts, gradients)
+            for parameter, of_samples in of_parameters.items():
+                rows[helper_of[parameter]] = of_samples
+                if root.dim > 0 or root.size not in (None, len(of_samples)):
+                    raise ValueError(
+                        f"the outputs have {len(of_samples)} rows, and the batch {root.size} "
+                        f"samples in dimension {root.dim}"
+                    )
+        except ValueError as error:
+            names = ", ".join(self.names[helper] for helper in self._parameters)
+            raise ValueError(
+                f"no gradients of samples of {names}: {error}. Return the outputs that the loss "
+                f"is of, tensors [samples, ...], or leave auxiliary= out"
+            ) from error
+        finally:
+            self._sampling = False
+        return rows
+
+    def _deliver_rows(
+        self, rows: Mapping[ParameterHelper, Tensor], number: int, probe: Probe
+    ) -> None:
+        """Pass on the rows of single parameters, as calls of layers without inputs."""
+        batch, sink = self.calls.batch, self.sink
+        assert sink is not None
+        with torch.no_grad(), within(self.precision):
+            for helper, of_samples in rows.items():
+                sink(LayerCall(helper, (), of_samples, number, probe, batch, None))
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -618,6 +697,8 @@ class Capture:
         first to see it. Any other begins a new batch if a backward pass has ended the former.
         """
         calls = self.calls
+        if self._sampling:
+            return True
         if self._delivering or torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
             # opened before any nested one delivers gradients.
@@ -678,7 +759,7 @@ class Capture:
     def _on_gradient(self, call: _Pending, kept: Tensor | None, gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
-        if not self.enabled or helper not in self.names:
+        if self._sampling or not self.enabled or helper not in self.names:
             return
         if call.without_inputs != self.without_inputs:
             return  # called in a window of other turns: some layers' inputs were not kept

@@ -11,7 +11,14 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
-from soframe.schedules import Every, Interval, WarmInterval
+from soframe.schedules import (
+    NEVER,
+    Every,
+    Interval,
+    SolveInterval,
+    WarmInterval,
+    interval_of,
+)
 from soframe.strategies.balance import turns
 
 
@@ -42,7 +49,7 @@ class Refresh:
     def of(
         cls,
         statistics_every: Interval | None,
-        solve_every: Interval | None,
+        solve_every: SolveInterval | None,
         stagger: bool,
         *,
         reads_calls: bool,
@@ -50,7 +57,8 @@ class Refresh:
         """Return the refresh of a preconditioner's settings, with None for the usual intervals.
 
         Statistics of calls are taken every 10 steps, of gradients at every step. Solves are 10
-        steps apart; if all methods read calls, from step 100 on 100 steps.
+        steps apart; if all methods read calls, from step 100 on 100 steps. With "demand" no step
+        solves: see `Curvature.solve`.
         """
         calls: Interval = 10
         gradients: Interval = 1
@@ -61,7 +69,7 @@ class Refresh:
         return cls(
             Every("statistics_every", calls),
             Every("statistics_every", gradients),
-            Every("solve_every", solve_every),
+            Every("solve_every", interval_of(solve_every)),
             stagger=stagger,
         )
 
@@ -176,7 +184,7 @@ class Refresh:
 
 def mismatch(statistics_every: int, solve_every: int) -> str | None:
     """Return how two intervals conflict, with the nearest ones that fit; None if they fit."""
-    if solve_every % statistics_every == 0:
+    if solve_every % statistics_every == 0 or solve_every == NEVER:
         return None
     if solve_every < statistics_every:
         return (

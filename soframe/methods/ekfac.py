@@ -96,7 +96,23 @@ class EKFAC(KFAC):
         product = super().spectrum(shape, data)
         if "S" not in data:
             return product
-        return replace(product, values=data["S"][VALUE])
+        values = data["S"][VALUE]
+        null = _null(values, is_rotated=("vectors" in data["G"], "vectors" in data["A"]))
+        return replace(product, values=values, null=null | product.zeros)
+
+
+def _null(scale: Tensor, *, is_rotated: tuple[bool, bool]) -> Tensor:
+    """Return where squares ``[groups, out, in]`` of rotated gradients are zero within rounding.
+
+    A rotation of n numbers rounds to about ``n eps`` of the largest result, and the squares to its
+    square. Numbers along a side that is not rotated are rounded by themselves.
+    """
+    sides = [side for side, rotated in zip((1, 2), is_rotated, strict=True) if rotated]
+    if not sides:
+        return scale <= 0
+    size = max(scale.shape[side] for side in sides)
+    rounding = (size * torch.finfo(scale.dtype).eps) ** 2
+    return scale <= rounding * scale.amax(sides, keepdim=True)
 
 
 def _damping(step: Given) -> Tensor | float:

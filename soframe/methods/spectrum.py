@@ -18,13 +18,19 @@ class Spectrum:
         left: L, ``[groups, out, out]`` (columns); None for the identity.
         right: R, ``[groups, in, in]`` (columns); None for the identity.
         null: Where an eigenvalue is zero within the rounding of a factor, bool ``[groups, out,
-            in]``; None where zeros are exact. An undamped inverse is zero there.
+            in]``; None where zeros are exact.
     """
 
     values: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
     null: Tensor | None = None
+
+    @property
+    def zeros(self) -> Tensor:
+        """Where an eigenvalue is zero within rounding, or too small for an inverse, bool."""
+        vanishing = self.values < torch.finfo(self.values.dtype).tiny
+        return vanishing if self.null is None else vanishing | self.null
 
     def apply(self, matrices: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Multiply by the matrix whose eigenvalues are a function of these.

@@ -16,7 +16,7 @@ from soframe import checkpoint
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_json
-from soframe.products.fitting import Fit, Progress
+from soframe.products.fitting import Fit, Progress, Weights
 from soframe.registry import describe
 from soframe.state import durable
 
@@ -38,6 +38,9 @@ class Fitted(checkpoint.Owner, Protocol):
     @property
     def names(self) -> Mapping[Block, Mapping[str, str]]:
         """For each block, the names in the model by the names in the block."""
+
+    def so_far(self) -> tuple[Progress, Weights]:
+        """Return how far a fit has come, and its numbers of samples; none in training."""
 
     def describe_fit(self) -> tuple[str, str]:
         """Return the kind of Fisher, and the strategy with its ranks."""
@@ -82,12 +85,12 @@ def load(curvature: Fitted, folder: str | os.PathLike[str]) -> None:
 
 def _meaning(curvature: Fitted) -> dict[str, Any]:
     """Return the meaning of the tensors, as in JSON; every rank must call."""
-    fitting, backend = curvature.fitting, curvature.placed.backend
+    progress, weights_of = curvature.so_far()
     fisher, places = curvature.describe_fit()
-    every = gather_json(backend, fitting.progress.batches)
+    every = gather_json(curvature.placed.backend, progress.batches)
     blocks: dict[str, dict[str, Any]] = {}
     for block in curvature.placed.blocks:
-        weights = fitting.weights.get(block.name, {})
+        weights = weights_of.get(block.name, {})
         factors: dict[str, dict[str, Any]] = {}
         for factor in block.factors:
             factors[factor.name] = {
@@ -106,8 +109,8 @@ def _meaning(curvature: Fitted) -> dict[str, Any]:
     return {
         "fisher": fisher,
         "blocks": blocks,
-        "weights": fitting.weights,
-        "progress": {**asdict(fitting.progress), "batches": every},
+        "weights": weights_of,
+        "progress": {**asdict(progress), "batches": every},
         "places": places,
     }
 

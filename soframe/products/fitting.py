@@ -39,6 +39,9 @@ from soframe.specs import FactorSpec
 LossOf = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 """``(model, batch) -> (outputs, loss)``: the forward pass, and the mean loss of the batch."""
 
+Weights = dict[str, dict[str, list[float]]]
+"""The number of samples or rows that each factor is a mean over, by block and name."""
+
 Gathering = Mapping[str, Sequence[str]]
 """The factors that take statistics in a pass, by the name of their block."""
 
@@ -71,9 +74,7 @@ class Fit:
         self._samples = samples
         self._copies = sharding.copies(model)  # ranks that count the same samples
         self.progress = Progress()  # saved with the factors
-        # The number of samples or rows that each factor is a mean over, by block and name; of each
-        # group where groups have rows of their own.
-        self.weights: dict[str, dict[str, list[float]]] = {}
+        self.weights: Weights = {}  # of each group where groups have rows of their own
         self._rest()
 
     def run(
@@ -98,7 +99,7 @@ class Fit:
             self.progress = Progress()
             self._rest()
 
-    def go_on(self, progress: Progress, weights: dict[str, dict[str, list[float]]]) -> None:
+    def go_on(self, progress: Progress, weights: Weights) -> None:
         """Go on from loaded factors."""
         self.progress, self.weights = progress, weights
         self._rest()
@@ -184,7 +185,8 @@ class Fit:
             outputs, value = pair
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
-                value.backward()
+                with self._capture.with_parameters(outputs, value):
+                    value.backward()
             losses.append(value.detach().reshape(()))
         if losses:
             # Read once for the window: the host waits for the device.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ Spectra = Mapping[Block, Spectrum]
 def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
     """Return the spectra of the last solve, of the blocks that this rank preconditions."""
     if unsolved := [block.name for block in placed.blocks if not block.solved]:
-        raise RuntimeError(f"no curvature yet of {', '.join(unsolved)}: fit it to data")
+        raise RuntimeError(
+            f"no curvature yet of {', '.join(unsolved)}: fit it to data; in training, solve() it"
+        )
     spectra = {}
     for block, place in placed:
         if placed.rank not in place.gradient_workers:
@@ -85,8 +88,7 @@ class Operator:
         coordinates: The names of their parameters.
         spectra: The spectra that this rank has.
         damping: Added to each eigenvalue.
-        power: The exponent. With a negative one, eigenvalues that are zero within rounding give
-            zero, as in the pseudo-inverse.
+        power: The exponent. With a negative one, no block is `singular`.
     """
 
     placed: PlacedBlocks
@@ -117,19 +119,41 @@ class Operator:
         products: dict[Block, Tensor] = {}
         with within("full"):
             for block, spectrum in self.spectra.items():
-                products[block] = self._inverted(spectrum).apply(matrices[block], self._of)
+                products[block] = spectrum.apply(matrices[block], self._of)
         first = next(iter(matrices.values()))
         return shared(self.placed, products, tuple(first.shape[:-3]))
 
     def values(self, spectrum: Spectrum) -> Tensor:
         """Return the eigenvalues of this matrix in a block, ``[groups, out, in]``."""
-        return self._of(self._inverted(spectrum).values)
+        return self._of(spectrum.values)
 
     @property
     def is_local(self) -> bool:
         """Whether all ranks have all second-order data, and may multiply vectors of their own."""
         everyone = set(range(self.placed.backend.world_size))
         return all(set(place.gradient_workers) == everyone for _, place in self.placed)
+
+    def singular(self) -> list[str]:
+        """Return the blocks in which the matrix has no inverse, with their ranks, as text.
+
+        Without a damping these are the ones with eigenvalues that are zero within rounding, see
+        `Curvature.inverse`; then every rank must call.
+        """
+        least = max(torch.finfo(block.dtype).tiny for block in self.placed.blocks)
+        if self.damping >= least:
+            return []
+        zeros: list[float] = []
+        for block, place in self.placed:
+            is_counted = self.is_local or self.placed.rank == min(place.gradient_workers)
+            zeros.append(float(self.spectra[block].zeros.sum()) if is_counted else 0.0)
+        if not self.is_local:
+            zeros = add_over_ranks(self.placed.backend, zeros)
+        texts: list[str] = []
+        for block, number in zip(self.placed.blocks, zeros, strict=True):
+            if number > 0:
+                size = prod(block.shape)
+                texts.append(f"{block.name} (rank {size - number:.0f} of {size})")
+        return texts
 
     def sqrt(self) -> Operator:
         """Return the symmetric root: S with ``S S^T`` this matrix, for samples ``S @ noise``."""
@@ -181,12 +205,7 @@ class Operator:
         damped = values + self.damping
         if self.power == 1:
             return damped
-        powers = damped.clamp(min=0).pow(self.power)
-        return powers if self.power > 0 else powers.where(damped > 0, 0.0)
-
-    def _inverted(self, spectrum: Spectrum) -> Spectrum:
-        """Return the spectrum that the power is taken of."""
-        return self._without_rounding(spectrum) if self.power < 0 else spectrum
+        return damped.clamp(min=0).pow(self.power)
 
     def _without_rounding(self, spectrum: Spectrum) -> Spectrum:
         """Return a spectrum with zeros in place of their rounding, where no damping exceeds it."""

@@ -21,11 +21,13 @@ from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.hooks import Calls, Capture, LayerCall
+from soframe.capture.parameters import require_apart
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
+from soframe.layers.parameter import ParameterHelper
 from soframe.products.fitting import LossOf, kept, taken
 from soframe.products.routing import (
     BASE,
@@ -226,7 +228,7 @@ def sample_gradients(
     routing: Routing,
 ) -> SampleGradients:
     """Return the gradients of the samples of a batch; see `Curvature.gradients` for errors."""
-    _require_apart(model)
+    require_apart(model)
     is_sharded = any(map(sharding.is_distributed, model.parameters()))
     backend = placed.backend if is_sharded else None
     capture = Capture(model=model, precision=precision)
@@ -258,6 +260,7 @@ def _run_passes(
     capture.begin(Calls(), enabled=True)
     outputs, value = loss(model, batch)
     collected.begin(outputs)
+    collected.parameters = capture.sample_rows(outputs, [value])
     keeps_graph = collected.routing.keeps_graph
     value.backward(retain_graph=keeps_graph)
     if backend is None:
@@ -343,6 +346,8 @@ class _Collected:
         self.samples = 0
         self.loss_gradient: dict[str, Tensor] = {}  # the gradient of the loss, if it is looked at
         self._calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
+        # The gradients of samples in single parameters, [samples, entries], of the mean loss.
+        self.parameters: Mapping[ParameterHelper, Tensor] = {}
         self._is_numbered = False  # whether a pass with numbers is under way
         self._digit: int | None = None  # of that pass
         self._routed: set[LayerHelper] = set()  # layers whose rows may be of any samples
@@ -479,7 +484,12 @@ class _Collected:
 
     def gradients(self) -> dict[Block, Gradients]:
         """Return the gradients by block; zeros for a block that was not called."""
-        return {block: self._of(block) for block in self._blocks}
+        of_parameters: dict[Block, Gradients] = {}
+        for helper, rows in self.parameters.items():
+            self.samples, block = len(rows), self._block_of[helper]
+            matrices = (self.samples * rows).view(-1, *block.shape)
+            of_parameters[block] = Dense(matrices.to(block.dtype))
+        return {block: of_parameters.get(block) or self._of(block) for block in self._blocks}
 
     def _of(self, block: Block) -> Gradients:
         rows: list[tuple[Tensor, Tensor]] = []
@@ -513,13 +523,3 @@ def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return left.detach(), right.detach()
     lefts, rights = zip(*calls, strict=True)
     return torch.cat(lefts, 2), torch.cat(rights, 2)
-
-
-def _require_apart(model: nn.Module) -> None:
-    """Raise if a batch norm mixes the samples of a batch."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise ValueError(
-                f"{name} normalises with the statistics of the batch, so that a sample has no "
-                f"gradient of its own: call model.eval() before"
-            )

@@ -100,6 +100,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
         )
+    if settings["solve_every"] == "demand" and (settings["background"] or settings["stagger"]):
+        raise ValueError(
+            "solve_every='demand' solves at once: there is no interval over which stagger= spreads "
+            "solves, and nothing for background=. Leave them out, or pass a number"
+        )
     check_rows(settings["rows"])
 
 

@@ -116,6 +116,7 @@ def parts_of(
         observed=fisher.probed,
         ranks=backend.global_ranks,
         cut=dict(cut),
+        of_samples=means,
         staged=stages.backend is not None,
     )
     reads_calls = all(chosen.captures for chosen in choosing.methods(method))

@@ -222,7 +222,9 @@ PHASES = [
         when="finite",
         is_range=False,
     ),
-    Phase("solve", lambda step: step.curvature.solve(step.plan), is_range=False, within=("share",)),
+    Phase(
+        "solve", lambda step: step.curvature.solve_due(step.plan), is_range=False, within=("share",)
+    ),
     Phase("direct", direct, is_range=False),
     Phase("exchange", lambda step: exchange(step.curvature.placed, step.updates), is_range=False),
     # Late: the device has computed the flags while the host queued the work before.
@@ -240,7 +242,7 @@ PHASES = [
     Phase("write", skip, when="discarded", is_range=False),
     Phase(
         "solve",
-        lambda step: step.curvature.solve(step.plan, after=True),
+        lambda step: step.curvature.solve_due(step.plan, after=True),
         when="counts",
         is_range=False,
     ),

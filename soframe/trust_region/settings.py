@@ -72,6 +72,8 @@ def check(loss: object, settings: Mapping[str, Any]) -> Loss:
         default = _DEFAULTS.get(name)
         if arguments.get(name, default) not in (default, *allowed):
             raise ValueError(f"TrustRegion {text}")
+    if arguments.get("solve_every") == "demand":
+        raise ValueError("TrustRegion needs solve_every= a number: it solves for its own dampings")
     for method in methods(arguments.get("method", "kfac")):
         if method.state(_SHAPE) or not all(f.captured for f in method.factors(_SHAPE)):
             raise ValueError(

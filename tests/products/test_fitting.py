@@ -20,7 +20,7 @@ import soframe
 from soframe.methods import KFAC, Call
 from soframe.methods.spectrum import Spectrum, kronecker
 from soframe.products import files
-from tests.curvature import fill, randn
+from tests.curvature import closing, fill, preconditioner, randn
 from tests.products.kinds import KINDS, Batch, Kind, Part, loss, rows_of
 from tests.products.table import taken, vectors
 
@@ -225,6 +225,21 @@ def test_the_curvature_of_a_preconditioner_is_that_of_its_last_step(solver: str)
         curvature.fit(data, cross_entropy)
 
 
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_a_curvature_of_training_is_saved_and_loaded(solver: str, tmp_path: Path) -> None:
+    model, data = network(), batches(6, 6)
+    with closing(preconditioner(model, solver=solver, layers="all")) as own:
+        for batch in data:
+            model.zero_grad()
+            cross_entropy(model, batch)[1].backward()
+            own.step()
+        own.curvature.save(tmp_path)
+        loaded = soframe.Curvature(model, solver=solver).load(tmp_path)
+        close(loaded, own.curvature)
+    with pytest.raises(RuntimeError, match="not fitted to data"):
+        soframe.laplace.Laplace(loaded)  # the number of samples is unknown
+
+
 def test_statistics_of_training_see_nothing_of_sample_gradients() -> None:
     model, data = network(), batches(6)
     preconditioner = soframe.Preconditioner(
@@ -240,36 +255,120 @@ def test_statistics_of_training_see_nothing_of_sample_gradients() -> None:
     close(preconditioner.curvature, wanted)
 
 
+SINGULAR = r"has no inverse: .* Pass a damping, such as 0\.1 \* .*, or leave .* out"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("method", "statistics"),
     [("kfac", "empirical"), ("kfac", "type-2"), ("ekfac", "empirical"), ("foof", "forward-only")],
 )
-def test_without_damping_the_inverse_is_that_of_pinv(method: str, statistics: str) -> None:
+def test_without_damping_a_singular_block_has_no_inverse(
+    method: str, statistics: str, dtype: torch.dtype
+) -> None:
     """Of fewer samples than inputs: factors have eigenvalues that are zeros but for rounding."""
     model, data = fill(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, CLASSES))), []
     for _, labels in batches(2, 1):
-        data.append((randn(len(labels), 7, seed=len(labels)), labels))
-    curvature = soframe.Curvature(model, method, statistics=STATISTICS[statistics])
-    check_pseudo_inverse(curvature.fit(data, cross_entropy), model)
-
-
-def check_pseudo_inverse(curvature: soframe.Curvature, model: nn.Module) -> None:
-    shapes = [p.shape for p in model.parameters()]
-    size = sum(shape.numel() for shape in shapes)
-    columns = torch.eye(size, dtype=torch.float64).split([shape.numel() for shape in shapes], 1)
-    vector = {}
-    for (name, _), column, shape in zip(model.named_parameters(), columns, shapes, strict=True):
-        vector[name] = column.reshape(size, *shape)
-    inverse = curvature.inverse(0.0)
-    dense = torch.cat([t.flatten(1) for t in (curvature @ vector).values()], 1)
-    found = torch.cat([t.flatten(1) for t in (inverse @ vector).values()], 1)
-    wanted = torch.linalg.pinv(dense, rtol=1e-11, hermitian=True)
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9 * float(wanted.abs().max()))
-    root = inverse.sqrt()
-    torch.testing.assert_close(root @ (root @ vector), inverse @ vector, rtol=1e-8, atol=1e-9)
-    assert inverse.trace() == pytest.approx(float(wanted.trace()))
+        data.append((randn(len(labels), 7, seed=len(labels)).to(dtype), labels))
+    curvature = soframe.Curvature(model.to(dtype), method, statistics=STATISTICS[statistics])
+    curvature.fit(data, cross_entropy)
+    dense = dense_of(curvature)
+    ranks: dict[str, str] = {}
+    for block in curvature.blocks:
+        names = list(curvature.names[block].values())
+        of_block = dense[names[0].rpartition(".")[0]]
+        rank = int(torch.linalg.matrix_rank(of_block, hermitian=True, rtol=1e-5))
+        assert rank < len(of_block)
+        ranks[block.name] = f"{block.name} (rank {rank} of {len(of_block)})"
+    with pytest.raises(ValueError, match=SINGULAR) as raised:
+        curvature.inverse(0.0)
+    assert f"rounding in {', '.join(ranks.values())}. Pass" in str(raised.value)
+    for damping in (1e-42, -0.0) if dtype == torch.float32 else (5e-324,):  # no normal number
+        with pytest.raises(ValueError, match="has no inverse"):
+            curvature.inverse(damping)
     assert curvature.logdet() == -torch.inf
-    assert torch.linalg.matrix_rank(dense) < size
+    inverse = curvature.inverse(1e-30 if dtype == torch.float32 else 1e-300)
+    assert all(tensor.isfinite().all() for tensor in (inverse @ ones_like(model)).values())
+
+
+def dense_of(curvature: soframe.Curvature) -> dict[str, Tensor]:
+    """Return the matrix of each module, from products with the columns of the identity."""
+    model = curvature.parts.model
+    named = list(model.named_parameters())
+    size = sum(p.numel() for _, p in named)
+    columns = torch.eye(size, dtype=named[0][1].dtype).split([p.numel() for _, p in named], 1)
+    vector = {}
+    for (name, p), column in zip(named, columns, strict=True):
+        vector[name] = column.reshape(size, *p.shape)
+    rows = {name: tensor.flatten(1) for name, tensor in (curvature @ vector).items()}
+    dense, first = {}, 0
+    for module in dict.fromkeys(name.rpartition(".")[0] for name, _ in named):
+        of_module = [rows[name] for name, _ in named if name.rpartition(".")[0] == module]
+        matrix = torch.cat(of_module, 1)
+        dense[module] = matrix[first : first + matrix.shape[1]]
+        first += matrix.shape[1]
+    return dense
+
+
+def ones_like(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "diagonal"])
+def test_without_damping_a_regular_curvature_has_its_inverse(method: str) -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)))
+    data = [(randn(20, 3, seed=seed), randn(20, 2, seed=seed + 9)) for seed in range(2)]
+    curvature = soframe.Curvature(model, method).fit(data, loss)
+    inverse, values = curvature.inverse(0.0), curvature.eigenvalues()
+    vector = ones_like(model)
+    for product in (curvature @ (inverse @ vector), inverse.sqrt() @ (curvature @ vector)):
+        again = inverse.sqrt() @ (curvature @ (inverse.sqrt() @ product))
+        torch.testing.assert_close(again, dict(product), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(curvature @ (inverse @ vector), vector, rtol=1e-9, atol=1e-9)
+    assert inverse.trace() == pytest.approx(float((1 / values).sum()))
+    assert inverse.logdet() == pytest.approx(-curvature.logdet())
+
+
+def test_samples_in_different_directions_leave_zeros_of_the_scale() -> None:
+    """Both factors of EKFAC are regular, and no sample has the directions of two of them."""
+    angle = torch.tensor(0.3, dtype=torch.float64)
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+    model = fill(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    inputs = turn.T * torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+
+    def linear(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, (outputs * batch[1]).sum(1).mean()
+
+    curvature = soframe.Curvature(model, "ekfac").fit([(inputs, inputs)], linear)
+    with pytest.raises(ValueError, match=r"0 \(rank 2 of 4\)"):
+        curvature.inverse(0.0)
+    soframe.Curvature(model, "kfac").fit([(inputs, inputs)], linear).inverse(0.0)
+
+
+def test_a_rare_token_has_a_small_curvature_and_no_zero() -> None:
+    """Entries along a side that is not rotated are not rounded by the largest one."""
+    model = fill(nn.Sequential(nn.Embedding(3, 2))).float()
+    tokens, targets = torch.arange(3).repeat(4).unsqueeze(1), randn(12, 1, 2, seed=0).float()
+    targets[tokens[:, 0] == 2] *= 1e-5
+    with torch.no_grad():
+        model[0].weight.zero_()  # type: ignore[operator,union-attr]
+    curvature = soframe.Curvature(model, "ekfac").fit([(tokens, targets)], loss)
+    assert float(curvature.eigenvalues()[0]) < 1e-9
+    curvature.inverse(0.0)
+
+
+def test_two_inverses_of_a_small_damping_are_about_the_pseudo_inverse() -> None:
+    model = fill(nn.Sequential(nn.Linear(7, 5)))
+    data = [(randn(3, 7, seed=seed), randn(3, 5, seed=seed + 9)) for seed in range(2)]
+    curvature = soframe.Curvature(model).fit(data, loss)
+    inverse, vector = curvature.inverse(1e-6), ones_like(model)
+    dense = torch.linalg.pinv(dense_of(curvature)["0"], rtol=1e-9, hermitian=True)
+    flat = torch.cat([tensor.flatten() for tensor in vector.values()])
+    found = curvature @ (inverse @ (inverse @ vector))
+    wanted = dense @ flat
+    product = torch.cat([tensor.flatten() for tensor in found.values()])
+    torch.testing.assert_close(product, wanted, rtol=0, atol=2e-3 * float(wanted.abs().max()))
 
 
 # -- windows and passes ----------------------------------------------------------------------------

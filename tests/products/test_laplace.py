@@ -295,7 +295,7 @@ def test_a_last_layer_and_inputs_of_several_tensors() -> None:
 def test_errors_have_a_remedy() -> None:
     model, data = network(), batches(6)
     curvature = soframe.Curvature(model)
-    with pytest.raises(RuntimeError, match=r"not fitted: call fit\(\)"):
+    with pytest.raises(RuntimeError, match=r"not fitted to data: call fit\(\)"):
         Laplace(curvature)
     curvature.fit(data, cross_entropy)
     for prior in (0.0, -1.0, float("nan")):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from tests.curvature import randn
+from tests.curvature import closing, fill, preconditioner, randn
 from tests.distributed.harness import RankError, run_ranks
 from tests.products.kinds import KINDS, Batch, loss
 from tests.products.table import COLUMNS, errors
-from tests.products.test_fitting import batches, close, cross_entropy, network, values_of
+from tests.products.test_fitting import CLASSES, batches, close, cross_entropy, network, values_of
 
 SHARES = ((0, 2), (1,))
 """The batches of each rank: one has more."""
@@ -138,6 +138,59 @@ def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
         torch.testing.assert_close(found, values_of(alone), rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match=r"unfinished fit on 2 rank.*resume it with the same"):
         soframe.Curvature(network(), "ekfac").load(tmp_path)
+
+
+def is_singular(rank: int, ranks: int, strategy: str) -> list[str]:
+    """Return the errors of inverses without damping, of a model with one singular block."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)))
+    data = batches(50, 40, 60)
+    statistics = soframe.Statistics(fisher="type-2", loss="cross-entropy")
+    curvature = soframe.Curvature(model, strategy=strategy, statistics=statistics)
+    curvature.fit([data[number] for number in (*SHARES, (), ())[rank]], cross_entropy)
+    texts: list[str] = []
+    calls = (
+        lambda: curvature.inverse(0.0),
+        lambda: soframe.influence.scores(curvature, data, data, cross_entropy, damping=0.0),
+        lambda: soframe.influence.self_influence(curvature, data, cross_entropy, damping=0.0),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="has no inverse") as raised:
+            call()
+        texts.append(str(raised.value))
+    assert curvature.inverse(0.1).trace() > 0  # and go on
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+def test_every_rank_raises_of_a_singular_block(strategy: str, ranks: int) -> None:
+    """The logits' curvature has no part along all ones."""
+    for texts in run_ranks(is_singular, ranks, strategy):
+        for text in texts:
+            assert "rounding in 2 (rank 10 of 15). Pass" in text
+
+
+def trained(rank: int, ranks: int, strategy: str, folder: str) -> Any:
+    """Save the curvature of a step of training, and return its spectra."""
+    model, data = network(), batches(5, 5, 5)[rank]
+    with closing(preconditioner(model, solver="eigen", layers="all", strategy=strategy)) as own:
+        cross_entropy(model, data)[1].backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= ranks  # type: ignore[operator]
+        own.step()
+        own.curvature.save(folder)
+        return values_of(own.curvature)
+
+
+@pytest.mark.parametrize("strategy", ["mem-opt", "sharded"])
+def test_one_process_loads_what_ranks_have_in_training(strategy: str, tmp_path: Path) -> None:
+    results = run_ranks(trained, 2, strategy, str(tmp_path))
+    loaded = soframe.Curvature(network()).load(tmp_path)
+    fitted = soframe.Curvature(network()).fit(batches(5, 5), cross_entropy)
+    close(loaded, fitted)
+    for values in results:
+        torch.testing.assert_close(values, values_of(loaded), rtol=1e-12, atol=1e-14)
 
 
 def on_four(rank: int, ranks: int, strategy: str, folder: str, *, load: bool) -> Any:
