@@ -545,7 +545,8 @@ class Registration:
         """Build the block of a parameter that no other method takes."""
         sharers = self._survey.sharers[id(parameter)]
         module = next(iter(sharers))
-        if method.captures and self._skipping(module) is not None:
+        is_of_samples = self._captures[id(method)]
+        if is_of_samples and self._skipping(module) is not None:
             return  # a fit leaves it out
         _require_elements(full, parameter)
         if (why := sparse(sharers)) is not None:
@@ -555,7 +556,7 @@ class Registration:
         if parameter.is_complex() and method.factors(layout.shape):
             raise ValueError(f"{full} is complex: choose auxiliary='adamw', or freeze it")
         self._notes[full] = self._reasons[id(parameter)]
-        if not method.captures:
+        if not is_of_samples:
             method, layout = self._cut(name, full, method, layout)
             self._build(full, method, (), layout, auxiliary=True)
             return

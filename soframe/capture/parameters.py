@@ -62,11 +62,14 @@ def _gradients(
 ) -> dict[nn.Parameter, Tensor]:
     """Return the gradients through the outputs of one sample, or of none, where there are any."""
     with _masked(heads, sample):
-        found: Sequence[Tensor | None] = torch.autograd.grad(
+        of_parameters: Sequence[Tensor | None] = torch.autograd.grad(
             starts, parameters, gradients, retain_graph=True, allow_unused=True
         )
-    pairs = zip(parameters, found, strict=True)
-    return {parameter: gradient for parameter, gradient in pairs if gradient is not None}
+    reached: dict[nn.Parameter, Tensor] = {}
+    for parameter, gradient in zip(parameters, of_parameters, strict=True):
+        if gradient is not None:
+            reached[parameter] = gradient
+    return reached
 
 
 @contextmanager
