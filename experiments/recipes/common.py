@@ -67,6 +67,8 @@ class Common:
     """Bound of its KL clip, of a step at the peak of the rate; None for soframe's default."""
     decay: float | None = None
     """Decay of its running factors; None for soframe's default."""
+    rows: float = 1.0
+    """Part of the rows of each call that enter its statistics."""
     solver: str | None = None
     """Solver of soframe, such as `eigen`; None for its default."""
     statistics_every: int | None = None
@@ -206,6 +208,8 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
     for setting in ("damping", "decay"):
         if (value := getattr(settings, setting)) is not None:
             chosen[setting] = value
+    if settings.rows != 1:
+        chosen["statistics"] = soframe.Statistics(rows=settings.rows)
     if settings.kl_clip is not None:
         chosen["kl_clip"] = settings.kl_clip / settings.rate**2  # soframe bounds updates
     return base, soframe.Preconditioner(model, **{**chosen, **more})

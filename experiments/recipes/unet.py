@@ -33,6 +33,8 @@ class Settings(OnCanvases):
     output: Path = Path("runs/unet")
     batch_size: int = 16
     """Canvases of a step."""
+    rows: float = 0.25
+    """Part of the positions of an image that enter the statistics of a convolution."""
     width: int = 8
     """Channels at the full resolution; they double with each halving."""
 

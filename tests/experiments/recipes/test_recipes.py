@@ -204,6 +204,13 @@ def test_solver_and_decay_reach_soframe(tmp_path):
     assert {type(block.solver) for block in preconditioner.blocks} == {soframe.solvers.Eigen}
 
 
+@pytest.mark.parametrize(("name", "rows"), [("unet", 0.25), ("detector", 1.0)])
+def test_rows_reach_soframe(name, rows, tmp_path):
+    settings = settings_of(name, tmp_path)
+    _, preconditioner = common.optimizer(recipe(name).model(settings), settings)
+    assert preconditioner.curvature.parts.sampler.rows == rows
+
+
 def parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
