@@ -34,7 +34,7 @@ class Settings(OnCanvases):
     batch_size: int = 16
     """Canvases of a step."""
     rows: float = 0.25
-    """Part of the positions of an image that enter the statistics of a convolution."""
+    """Part of the canvases of a batch that enter the statistics."""
     width: int = 8
     """Channels at the full resolution; they double with each halving."""
 
