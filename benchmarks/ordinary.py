@@ -10,7 +10,7 @@
 Each contender trains at three learning rates, a factor of ten apart in all, and three schedules
 (constant; a warm-up of 15 steps and a line to zero; a cosine), 300 steps of 64 examples. Nothing is
 tuned. ``recommend`` is the call that `soframe.recommend` prints, word for word, at its own rate.
-The held-out loss is looked at every 15 steps. Counted by contender:
+The held-out loss is looked at 20 times in a run. Counted by contender:
 
 - *diverged*: cells that end above 1.5 times the loss at the start, where the base's does not;
 - *behind*: cells whose lowest held-out loss is above the base's in the same cell by more than 5 %
@@ -49,7 +49,7 @@ from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 from experiments.muon import Muon, Together
 
-STEPS, LOOK_EVERY, HELD_OUT = 300, 15, 600
+STEPS, LOOKS, HELD_OUT = 300, 20, 600
 WARM_UP = 15
 DIVERGED = 1.5  # times the loss at the start
 SHORT = ("friedman1", "digits-mlp", "breast-cancer", "autoencoder")
@@ -57,10 +57,10 @@ SHORT = ("friedman1", "digits-mlp", "breast-cancer", "autoencoder")
 SETS = {"open": OPEN, "unseen": UNSEEN, "later": LATER}
 PROBLEMS = {**OPEN, **UNSEEN, **LATER}
 
-SCHEDULES: dict[str, Callable[[int], float]] = {
-    "constant": lambda step: 1.0,
-    "warm-up, line": lambda step: min(1.0, (step + 1) / WARM_UP) * (1 - step / STEPS),
-    "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * step / STEPS)),
+SCHEDULES: dict[str, Callable[[int, int], float]] = {
+    "constant": lambda step, steps: 1.0,
+    "warm-up, line": lambda step, steps: min(1.0, (step + 1) / WARM_UP) * (1 - step / steps),
+    "cosine": lambda step, steps: 0.5 * (1 + math.cos(math.pi * step / steps)),
 }
 
 
@@ -219,6 +219,7 @@ class Cell:
     schedule: str
     seed: int
     batch: int = 64
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class Record:
     Attributes:
         cell: The run.
         start: Held-out loss before the first step.
-        held_out: Held-out losses, each after `LOOK_EVERY` steps; NaN from where a run broke off.
+        held_out: Held-out losses, `LOOKS` of them in a run; NaN from where a run broke off.
         train: Mean training losses over the same steps.
         seconds: Processor time of all steps until then.
         error: Why a run broke off, or empty.
@@ -262,8 +263,10 @@ def _loss(problem: Problem, model: nn.Module, rows: Tensor) -> Tensor:
     return problem.loss(model, problem.inputs[rows], problem.targets[rows])
 
 
-def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int = STEPS) -> Record:
-    """Train once, for ``steps`` of the schedule."""
+def run(
+    cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int | None = None
+) -> Record:
+    """Train once, for ``steps`` of the schedule; None for all."""
     torch.set_num_threads(1)
     problem = PROBLEMS[cell.problem]()
     torch.manual_seed(1000 + cell.seed)
@@ -281,12 +284,13 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int
         return held_out
 
     record = Record(cell, look(), [], [], [])
+    steps, look_every = steps or cell.steps, cell.steps // LOOKS
     seconds, total = 0.0, 0.0
     try:
         contender = contenders[cell.contender]
         told = {"loss": problem.fisher_loss} if contender.names_loss else {}
         training = contender.make(model, cell.lr, **told)
-        schedule = SCHEDULES[cell.schedule]
+        schedule = partial(SCHEDULES[cell.schedule], steps=cell.steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, schedule)
         for step in range(steps):
             rows = train[torch.randint(len(train), (cell.batch,))]
@@ -301,14 +305,14 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int
             scheduler.step()
             seconds += time.process_time() - begin
             total += float(losses[0].detach())
-            if step % LOOK_EVERY == LOOK_EVERY - 1:
+            if step % look_every == look_every - 1:
                 record.held_out.append(look())
-                record.train.append(total / LOOK_EVERY)
+                record.train.append(total / look_every)
                 record.seconds.append(seconds)
                 total = 0.0
         return record
     except (ArithmeticError, RuntimeError, ValueError) as error:
-        left = steps // LOOK_EVERY - len(record.held_out)
+        left = steps // look_every - len(record.held_out)
         nothing = [math.nan] * left
         return Record(
             cell,
@@ -504,10 +508,11 @@ def cells_of(
     *,
     rates: int = 3,
     batch: int = 64,
+    steps: int = STEPS,
 ) -> list[Cell]:
     """Return the runs of a comparison, seed by seed; so many of the rates, from the highest on."""
     return [
-        Cell(problem, name, lr, schedule, seed, batch)
+        Cell(problem, name, lr, schedule, seed, batch, steps)
         for seed in seeds
         for problem in problems
         for name in contenders
@@ -523,6 +528,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", help="separated by commas; all by default")
     parser.add_argument("--bases", action="store_true", help="K-FAC before other optimizers")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run")
     parser.add_argument("--batch", type=int, default=64, help="examples of a step")
     parser.add_argument("--short", action="store_true", help="four problems, two rates, one seed")
     parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
@@ -552,7 +558,7 @@ def main() -> int:
     if unknown := sorted({*names} - {*CONTENDERS} | {*problems} - {*PROBLEMS}):
         print(f"error: unknown: {', '.join(unknown)}", file=sys.stderr)
         return 2
-    cells = cells_of(problems, names, seeds, rates=rates, batch=options.batch)
+    cells = cells_of(problems, names, seeds, rates=rates, batch=options.batch, steps=options.steps)
     text, scores = tables(kept(cells, options.runs, options.processes))
     if options.json:
         print(json.dumps({name: _plain(by_problem) for name, by_problem in scores.items()}))
