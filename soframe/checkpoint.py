@@ -188,7 +188,7 @@ def load(
     curvature.agree_on_state(check_header, lambda: first[HEADER])
     tensors: dict[str, Tensor] = {}
     for block, place in curvature.placed:
-        for entry in entries_saved(block, place, saved["blocks"][block.name]):
+        for entry in entries_saved(block, place, saved):
             if curvature.placed.rank in entry.holders:
                 name = entry.name_in(block)
                 # Keep the saved dtype until the checksums are compared.

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block, Solved
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Registration
-from soframe.blocks.report import Report, warn_of_lost_blocks, warn_of_thawed_blocks
+from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.survey import plain_name
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
@@ -256,15 +256,9 @@ class Curvature(OfModel):
             # window too, since the hooks may have missed the calls of this one.
             self.parts.refresh.owe(2)
         names = {block.name for block in former.blocks}
-        thawed = [
-            block
-            for block in self.blocks
-            if block.name in self.dampings and block.name not in names
-        ]
-        for block in thawed:
-            if block.record.damping is None:
-                block.damp(self.dampings[block.name])
-        warn_of_thawed_blocks([block.name for block in thawed if block.captured], stacklevel=9)
+        for block in self.blocks:
+            if block.name not in names and block.record.damping is None:
+                block.damp(self.dampings.get(block.name))
         self.placed.errors.extend(former.errors)
         warn_of_lost_blocks(report, self._report, stacklevel=9)
         if report.solver:
@@ -280,11 +274,11 @@ class Curvature(OfModel):
             type(parts.home),  # the instance may differ by rank
             parts.backend.fused,
         )
-        # Moments of gradients outlast a freeze, as in torch's optimizers.
+        # Moments outlast a freeze, as in torch's optimizers; statistics one of the whole block.
         kept: set[int] = set()
         if former is not None:
             for block in former.blocks:
-                if not block.captured:
+                if block.frozen or not block.captured:
                     kept.update(map(id, block.parameters.values()))
         choices = replace(self._choices, kept=frozenset(kept))
         registration, placement, self.strategy = building.build(
@@ -603,9 +597,7 @@ class Curvature(OfModel):
         """Raise ValueError unless a state, perhaps without its tensors, can be loaded."""
         parts = self.parts
         parts.stages.own_part(saved)  # raises for a state of other stages
-        named = parts.model.named_parameters()
-        frozen = {plain_name(name) for name, p in named if not p.requires_grad}
-        state.check_header(saved, self.blocks, parts.scaling, frozen)
+        state.check_header(saved, self.blocks, parts.scaling, _frozen(parts.model))
         if parts.damping.state() and "damping" in saved:
             check_damping(saved["damping"], parts.damping, saved["step"])
 
@@ -624,11 +616,12 @@ class Curvature(OfModel):
         parts = self.parts
         saved = state.load(check, self.placed, parts.stages)
         frozen = saved["blocks"].keys() - {block.name for block in self.blocks}
-        if lost := [name for name in frozen if saved["blocks"][name]["updates"]]:
+        has = ("updates", "masses")
+        if lost := [name for name in frozen if any(map(saved["blocks"][name].get, has))]:
             warnings.warn(
-                f"soframe: moments of {', '.join(sorted(lost))} are not loaded, which were frozen "
-                f"before this was built: they begin anew if they are thawed. To load them, build "
-                f"while they are trained, and freeze them afterwards",
+                f"soframe: moments and statistics of {', '.join(sorted(lost))} are not loaded, "
+                f"which were frozen before this was built: they begin anew if they are thawed. To "
+                f"load them, build while they are trained, and freeze them afterwards",
                 stacklevel=4,
             )
         # Solves under way are of factors that are replaced now.
@@ -797,6 +790,19 @@ class Curvature(OfModel):
         self.parts.solves.close()
         for stack in self.placed.stacks:
             stack.arrive()
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """Return the names of frozen parameters, and of modules that have no others."""
+    names: set[str] = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            names.add(plain_name(name))
+    for name, module in model.named_modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            names.add(plain_name(name))
+    return names
 
 
 def _require_products(methods: Iterable[Method]) -> None:

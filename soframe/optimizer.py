@@ -65,10 +65,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     split, merged, reordered and added, too: every trainable parameter has to be in one group, which
     is saved by the names of its parameters.
 
-    Frozen parameters keep their group, and the moments of methods that read gradients alone, as in
-    torch's optimizers; statistics of calls begin anew if they are thawed. Parameters that are
-    thawed or added to the model later join the group of their method, or begin one at the first
-    learning rate, with a warning if a schedule has changed the rates of the others.
+    Frozen parameters keep their group and, with the memory that they take, their moments, as in
+    torch's optimizers; layers that are frozen as a whole keep statistics of calls, too. Parameters
+    that are thawed or added to the model later join the group of their method, or begin one at the
+    first learning rate, with a warning if a schedule has changed the rates of the others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.

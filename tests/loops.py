@@ -30,6 +30,7 @@ class Forward:
     calls: list[tuple[str, Tensor, Tensor]]  # names of layers, inputs, outputs
     due: frozenset[str]  # the blocks that took statistics then
     number: int
+    registered: int = 0  # how often the model had changed
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Averages:
     mass: float = 0.0
     solved: dict[str, Tensor] | None = None  # the factors at the last solve
     damping: float = 0.0  # of the last solve
+    is_new: bool = False  # whether the factors have changed since
     missed: int = 0  # 1: was not used when statistics were due; 2: and was used since
 
 
@@ -66,7 +68,7 @@ class Plain:
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]) -> None:
         self.model, self.settings = model, settings
         self.steps, self.owed, self.skipped, self.skipped_statistics = 0, 0, 0, 0
-        self.forwards = 0
+        self.forwards, self.registrations = 0, 0
         self.recorded: list[tuple[str, Tensor, Tensor]] | None = None
         for name, module in model.named_modules():
             if isinstance(module, LAYERS):
@@ -96,21 +98,37 @@ class Plain:
         for first, *others in layers.values():
             named = self.model.get_submodule(first).named_parameters()
             # Layers with one weight have no bias in common.
-            trained = [
+            trained = tuple(
                 (n, p) for n, p in named if p.requires_grad and (n == "weight" or not others)
-            ]
-            if trained:
-                blocks[first] = tuple(trained)
+            )
+            # What is frozen as a whole keeps its block.
+            if trained := trained or self.blocks.get(first, ()):
+                blocks[first] = trained
                 block_of |= dict.fromkeys([first, *others], first)
         return blocks, block_of
 
     @property
+    def flags(self) -> list[bool]:
+        return [p.requires_grad for p in self.model.parameters()]
+
+    @property
     def changed(self) -> bool:
-        return _names(self.found()[0]) != _names(self.blocks)
+        return self.flags != self.registered
+
+    def is_frozen(self, name: str) -> bool:
+        return not any(p.requires_grad for _, p in self.blocks[name])
+
+    def restart(self) -> None:
+        """Begin a window, without the blocks that are frozen."""
+        self.blocks = {n: own for n, own in self.blocks.items() if not self.is_frozen(n)}
+        self.averages = {name: self.averages[name] for name in self.blocks}
+        self.blocks, self.block_of = self.found()
+        self.begin()
 
     def register(self) -> bool:
         """Take the blocks as they are now; return whether any begins anew."""
-        former, before = _names(self.blocks), self.averages
+        self.registrations += 1
+        former, before, self.registered = _names(self.blocks), self.averages, self.flags
         self.blocks, self.block_of = self.found()
         self.averages, begins = {}, False
         for name, names in _names(self.blocks).items():
@@ -154,7 +172,7 @@ class Plain:
         output = self.model.get_submodule(module)(x)
         calls, self.recorded = self.recorded, None
         self.forwards += 1
-        return Forward(output, calls, self.due, self.forwards)
+        return Forward(output, calls, self.due, self.forwards, self.registrations)
 
     def backward(
         self,
@@ -173,8 +191,10 @@ class Plain:
             loss, [*ends, *named.values()], allow_unused=True, retain_graph=True
         )
         reached: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        # Calls of a window in which other layers were due have not kept what is needed.
-        if self.due and all(forward.due == self.due for forward in forwards):
+        # Calls of a window in which other layers were due have not kept what is needed, and hooks
+        # from before a change are gone.
+        seen = (self.due, self.registrations)
+        if self.due and all((f.due, f.registered) == seen for f in forwards):
             for (name, inputs, _), gradient in zip(calls, found, strict=False):
                 block = self.block_of.get(name)
                 if block is None or gradient is None:
@@ -204,9 +224,11 @@ class Plain:
         """Take the statistics of the type-2 Fisher of half the squared error: its Hessian is I."""
         if not self.due or not self.observes:
             return
-        calls = [
-            call for call in forward.calls if call[0] in self.block_of and call[2].requires_grad
-        ]
+        calls = []
+        for call in forward.calls:
+            block = self.block_of.get(call[0])
+            if block is not None and not self.is_frozen(block) and call[2].requires_grad:
+                calls.append(call)
         entries = forward.output.flatten(1).sum(0)
         reached: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for number, entry in enumerate(entries):
@@ -291,9 +313,10 @@ class Plain:
             self._note_missed()
         damping = self.settings["damping"](self.steps)
         is_turn = self.steps % self.settings["solve_every"](self.steps) == 0
-        for block in self.averages.values():
-            if block.mass > 0 and (is_turn or block.solved is None):
-                block.solved, block.damping = dict(block.factors), damping
+        for name, block in self.averages.items():
+            is_due = is_turn and (block.is_new or not self.is_frozen(name))
+            if block.mass > 0 and (is_due or block.solved is None):
+                block.solved, block.damping, block.is_new = dict(block.factors), damping, False
         if not (is_finite and self._write(damping)):
             self.skipped += 1
             for gradient in gradients:
@@ -334,7 +357,7 @@ class Plain:
             if new is None:
                 continue
             block = self.averages[name]
-            block.mass = decay * block.mass + 1 - decay
+            block.mass, block.is_new = decay * block.mass + 1 - decay, True
             for which, value in new.items():
                 old = block.factors.get(which, torch.zeros_like(value))
                 block.factors[which] = old + (1 - decay) / block.mass * (value - old)
@@ -449,7 +472,8 @@ class Plain:
 
     def load_state_dict(self, state: Any) -> None:
         """Go back to a state, with a new window."""
-        counts, self.averages = copy.deepcopy(state)
+        counts, averages = copy.deepcopy(state)
+        self.averages = {name: averages.get(name, Averages()) for name in self.blocks}
         self.steps, self.owed, self.skipped, self.skipped_statistics = counts
         self.begin()
 

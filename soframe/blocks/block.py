@@ -201,6 +201,14 @@ class Block(BlockSpec):
         """Whether the method already computes an update from the block's gradient."""
         return self.solved or self.method.starts_at_once
 
+    @property
+    def rests(self) -> bool:
+        """Whether it is frozen, and its solve has had the last statistics from before that."""
+        if not self.frozen:
+            return False
+        at = self.record.statistics_at
+        return all(at.get(name, step) <= step for name, step in self.record.solved_at.items())
+
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"

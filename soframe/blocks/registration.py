@@ -390,7 +390,7 @@ class Registration:
                             f"and {type(module).__name__} has no such parameter"
                         )
                     continue
-                if not parameter.requires_grad:
+                if not parameter.requires_grad and id(parameter) not in self._choices.kept:
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:
                     self._reasons[id(parameter)] = Reason.LEFT_OUT.format(helper.__name__)

@@ -158,17 +158,6 @@ def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
         )
 
 
-def warn_of_thawed_blocks(names: Sequence[str], stacklevel: int) -> None:
-    """Warn of layers that were frozen and have lost the statistics of calls that they had."""
-    if names:
-        warnings.warn(
-            f"soframe: statistics of {', '.join(names)} begin anew, since the layers were frozen "
-            f"for a while. If parts are trained in turn, give each part an optimizer of its own "
-            f"(and a preconditioner): then their statistics stay",
-            stacklevel=stacklevel,
-        )
-
-
 def _reasons(report: Report, name: str) -> list[str]:
     """Return why the trained parameters of a layer have no block, or blocks of single ones."""
     reasons: list[str] = []

@@ -62,6 +62,11 @@ class BlockSpec:
         return self.dtype, self.state_dtype, self.factor_dtype
 
     @property
+    def frozen(self) -> bool:
+        """Whether no parameter of the block is trained."""
+        return not any(parameter.requires_grad for parameter in self.parameters.values())
+
+    @property
     def has_gradient(self) -> bool:
         """Whether any parameter of the block has a gradient."""
         return any(map(self.home.has, self.parameters.values()))

@@ -579,6 +579,8 @@ class Capture:
         if computing is None:
             return
         is_recomputed = self._begin_call()
+        if not computing:
+            return
         inner = helper.observe(args, kwargs, output)
         is_reached = bool(inner)
         if inner is None:
@@ -589,7 +591,7 @@ class Capture:
                     f"{type(output).__name__}; skip the module (skip=[...])"
                 )
             is_reached = output.requires_grad
-        if not computing or not is_reached:
+        if not is_reached:
             return
         self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
         trained = list(computing.values())

@@ -154,6 +154,7 @@ class Refresh:
         """Return the blocks with statistics whose turn it is, or that were never solved.
 
         These are the blocks whose solves come before their updates, or with ``after`` behind them.
+        Frozen blocks are solved once, with their last statistics from before the freeze.
         """
         if not placed.solvable:
             return []
@@ -166,8 +167,8 @@ class Refresh:
         for block, turn_of_block in zip(placed.blocks, turns_of_blocks, strict=True):
             if not block.tensors or block.method.refreshes_after != after:
                 continue
-            is_turn = turn == turn_of_block or not block.solved
-            if is_turn and block.mass > 0:
+            is_turn = turn == turn_of_block and not block.rests
+            if (is_turn or not block.solved) and block.mass > 0:
                 due.append(block)
         return due
 

@@ -104,7 +104,9 @@ class AttentionHelper(LayerHelper):
         add("in_proj_weight", "in_proj_bias", 3)
         for name in SEPARATE:
             add(name, "", 1)
-        if chosen.issuperset((*SEPARATE, "in_proj_bias")):
+        shared = {parameter_of(module, name) for name in (*SEPARATE, "in_proj_bias")}
+        is_whole = len({p.requires_grad for p in shared if p is not None}) == 1
+        if is_whole and chosen.issuperset((*SEPARATE, "in_proj_bias")):
             weights = {name: group for group, name in enumerate(SEPARATE)}
             helpers.append(cls(module, weights=weights, weight="", bias="in_proj_bias", groups=3))
         add("out_proj.weight", "out_proj.bias", 1)

@@ -42,6 +42,10 @@ class Entry:
         return "/".join((block.name, *self.path))
 
 
+_NOTHING: Mapping[str, Any] = {"masses": {}, "updates": 0, "solved": False}
+"""The part of a block in a state in which it has nothing."""
+
+
 def entries(
     block: Block, place: BlockPlacement, *, factors: Collection[str], solved: bool, updates: int
 ) -> Iterator[Entry]:
@@ -63,8 +67,15 @@ def entries(
             yield Entry(("state", name), spec, workers[0], frozenset(workers))
 
 
-def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any]) -> list[Entry]:
-    """Return the tensors that a block loads from its part of a state."""
+def part_of(state: Mapping[str, Any], block: Block) -> Mapping[str, Any]:
+    """Return a block's part of a state; it may lack blocks that are frozen, which begin anew."""
+    part: Mapping[str, Any] = state["blocks"].get(block.name, _NOTHING)
+    return part
+
+
+def entries_saved(block: Block, place: BlockPlacement, state: Mapping[str, Any]) -> list[Entry]:
+    """Return the tensors that a block loads from a state."""
+    saved = part_of(state, block)
     # Second-order data of another solver are dropped; the next step solves the block.
     solved = saved.get("solved", bool(saved.get("second_order"))) and same_solvers(saved, block)
     factors, updates = saved["masses"], saved["updates"]

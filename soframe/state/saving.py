@@ -9,7 +9,7 @@ Loading checks everything before it changes anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,7 @@ from soframe.state.entries import (
     entries_saved,
     gather,
     held,
+    part_of,
     put,
     same_solvers,
     solvers,
@@ -111,24 +112,26 @@ def of_block(block: Block) -> dict[str, Any]:
     }
 
 
-def _check_names(saved: set[str], expected: set[str], frozen: set[str]) -> None:
-    """Raise ValueError unless a state has the expected blocks, perhaps with frozen parameters."""
-    # Moments of parameters that were frozen before construction have no block here.
-    if not expected <= saved <= expected | frozen:
+def _check_names(saved: Set[str], blocks: Sequence[Block], frozen: Set[str]) -> None:
+    """Raise ValueError unless a state has the expected blocks, but for frozen ones."""
+    # What was frozen before construction has no block, here or in the state. Blocks have the name
+    # of a parameter or module, perhaps with a part's behind it, as "attention.out_proj_weight".
+    lacking = {block.name for block in blocks if not block.frozen} - saved
+    others = saved - {block.name for block in blocks}
+    strange = {n for n in others if frozen.isdisjoint((n, n.rpartition(".")[0]))}
+    if lacking or strange:
         raise ValueError(
             f"the state is of another model or another choice of layers: it lacks "
-            f"{sorted(expected - saved) or 'nothing'} and has "
-            f"{sorted(saved - expected) or 'nothing'} besides: choose the same layers, and freeze "
+            f"{sorted(lacking) or 'nothing'} and has "
+            f"{sorted(strange) or 'nothing'} besides: choose the same layers, and freeze "
             f"the same parameters before the preconditioner is built, and others afterwards"
         )
 
 
-def check_header(
-    state: Any, blocks: Sequence[Block], scaling: str, frozen: Collection[str]
-) -> None:
+def check_header(state: Any, blocks: Sequence[Block], scaling: str, frozen: Set[str]) -> None:
     """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
     _check_keys(state)
-    _check_names(set(state["blocks"]), {block.name for block in blocks}, set(frozen))
+    _check_names(state["blocks"].keys(), blocks, frozen)
     checksums.verify(state)
     if state["scaling"] != scaling:
         raise ValueError(
@@ -136,7 +139,8 @@ def check_header(
             f"differ by constants"
         )
     for block in blocks:
-        _check_block(state["blocks"][block.name], block)
+        if block.name in state["blocks"]:
+            _check_block(state["blocks"][block.name], block)
 
 
 def _check_keys(state: Any) -> None:
@@ -177,7 +181,7 @@ def check(
 ) -> None:
     """Raise ValueError if tensors for this rank, or with `everywhere` for any rank, are missing."""
     for block, place in placed:
-        for entry in entries_saved(block, place, state["blocks"][block.name]):
+        for entry in entries_saved(block, place, state):
             if not everywhere and placed.rank not in entry.holders:
                 continue
             name = entry.name_in(block)
@@ -212,8 +216,8 @@ def load(
     for stack in placed.stacks:
         stack.clear()
     for block, place in placed:
-        of_block = saved["blocks"][block.name]
-        block_entries = entries_saved(block, place, of_block)
+        of_block = part_of(saved, block)
+        block_entries = entries_saved(block, place, saved)
         kept: dict[Path, Tensor] = {}
         for entry in block_entries:
             if placed.rank in entry.holders:

@@ -93,10 +93,11 @@ class Proposer:
         return parts, model
 
     def covered(self) -> set[nn.Parameter]:
-        """Return the parameters that have a block."""
+        """Return the parameters that have a block that is trained."""
         parameters: set[nn.Parameter] = set()
         for block in self._preconditioner.blocks:
-            parameters.update(block.parameters.values())
+            if not block.frozen:
+                parameters.update(block.parameters.values())
         return parameters
 
     def _again(self, batch: Batch, shares: Sequence[float], dampings: Sequence[float]) -> Proposal:
@@ -130,6 +131,8 @@ class Proposer:
     def _group_of_blocks(self) -> dict[str, int]:
         numbers: dict[str, int] = {}
         for block in self._preconditioner.blocks:
+            if block.frozen:
+                continue
             numbers[block.name] = self._groups.numbers[next(iter(block.parameters.values()))]
         return numbers
 

@@ -307,17 +307,20 @@ class Recorder:
         """
         for block, calls in self._calls.items():
             module, has = self._first[block], trainable(self._first[block])
+            if not any(has):  # what is frozen as a whole keeps its block
+                has = self._had[block]
             seen = [(m, x, z.grad) for m, x, z in calls if z.grad is not None]
             gained = any(now and not then for then, now in zip(self._had[block], has, strict=True))
             if gained:  # begins anew, with the next window
                 self._history.pop(block, None)
-            elif seen and any(has):
+            trained = zip((module.weight, module.bias), has, strict=True)
+            given = any(p.grad is not None for p, is_trained in trained if is_trained)
+            if seen and given and not gained:
                 self._average(block, *moments(seen, samples))
             self._had[block] = has
             calls.clear()
-            given = any(p.grad is not None for p in module.parameters() if p.requires_grad)
             if block in self._history and given:
-                self._precondition(module, **self.factors()[block])
+                self._precondition(module, *has, **self.factors()[block])
 
     def forget(self, block: str) -> None:
         """Drop what was recorded of a block since the last step."""
@@ -335,21 +338,23 @@ class Recorder:
         """Return the running factors, with the columns of what is trainable."""
         found = {}
         for block, (a, g, mass) in self._history.items():
-            weight, bias = trainable(self._first[block])
+            weight, bias = self._had[block]
             if weight or bias:
                 columns = slice(None if weight else -1, None if bias else -1)
                 found[block] = {"A": (a / mass)[columns, columns], "G": g / mass}
         return found
 
-    def _precondition(self, module: nn.Module, A: Tensor, G: Tensor) -> None:
-        parts = [channels_last(module.weight.grad)] if module.weight.requires_grad else []
-        if trainable(module)[1]:
+    def _precondition(
+        self, module: nn.Module, weight: bool, bias: bool, A: Tensor, G: Tensor
+    ) -> None:
+        parts = [channels_last(module.weight.grad)] if weight else []
+        if bias:
             parts.append(module.bias.grad[:, None])
         result = dense_preconditioned(torch.kron(G, A), torch.cat(parts, 1), DAMPING)
-        if trainable(module)[1]:
+        if bias:
             module.bias.grad.copy_(result[:, -1])
             result = result[:, :-1]
-        if module.weight.requires_grad:
+        if weight:
             _, channels, *kernel = module.weight.shape
             result = result.reshape(-1, *kernel, channels)
             module.weight.grad.copy_(result.movedim(-1, 1))

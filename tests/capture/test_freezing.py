@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import soframe
 from soframe.testing import compare
 from tests.capture.kit import (
     WORLDS,
@@ -69,7 +67,6 @@ SCHEDULES: dict[str, Schedule] = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.covering(together=2)
-@pytest.mark.filterwarnings("ignore:soframe. statistics of first begin anew")
 def test_freezing(schedule: str, part: str, world_size: int) -> None:
     """A block that gains a parameter begins anew: its gradient is raw for that one step."""
     check(SCHEDULES[schedule](part), world_size)
@@ -123,28 +120,6 @@ def test_thawed_layer_does_not_wait_for_the_interval() -> None:
     softplus(twin(vectors(2))).backward()
     recorder.step(len(vectors(2)))
     compare(model.first.weight.grad, twin.first.weight.grad, "the third step")
-
-
-def freeze_in_turn(method: str) -> list[str]:
-    """Freeze the first layer, thaw it, and return the warnings."""
-    model = Case(CalledTwice, prepare=partial(train_only, "layer", False)).build()
-    preconditioner = soframe.Preconditioner(model, method)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step, trained in enumerate([False, True, False, True, True]):
-            model.zero_grad()
-            train_only("layer", trained, model)
-            softplus(model(vectors(step))).backward()
-            preconditioner.step()
-            # The first thaw drops nothing.
-            assert len(caught) == (step > 2 and method == "kfac")
-    return [str(warning.message) for warning in caught]
-
-
-def test_statistics_that_a_freeze_drops_are_said() -> None:
-    (message,) = freeze_in_turn("kfac")
-    assert "statistics of first begin anew" in message
-    assert freeze_in_turn("muon") == []  # moments of gradients stay
 
 
 def test_graph_from_before_a_change_is_ignored() -> None:

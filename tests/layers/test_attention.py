@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.layers import AttentionHelper
+from soframe.layers.attention import SEPARATE
 from soframe.testing import check_layer_helper, compare, dense_fisher
 from tests.curvature import blocks, closing, factors, fill, log_cosh, preconditioner, randn
 
@@ -383,6 +384,23 @@ def test_a_frozen_weight_takes_its_bias_along() -> None:
         assert set(blocks(own)) == {"first", "attention.out_proj_weight", "last"}
         model(*SELF[0]).square().mean().backward()
         own.step()
+
+
+@pytest.mark.parametrize("part", [list(SEPARATE), [*SEPARATE, "in_proj_bias"]])
+def test_a_common_bias_is_frozen_with_its_weights_or_has_no_block(
+    part: list[str],
+) -> None:
+    model = attention(kdim=3, vdim=5, batch_first=True)
+    data = [randn(BATCH, n, size) for n, size in ((5, EMBED), (6, 3), (6, 5))]
+    with closing(preconditioner(model, layers="all", statistics_every=1)) as own:
+        for step in range(3):
+            for name in part:
+                model.get_parameter(name).requires_grad_(step == 0)
+            model.zero_grad()
+            model(*data, need_weights=False)[0].square().mean().backward()
+            own.step()
+        has_bias = any(list(block.parameters) == ["in_proj_bias"] for block in own.blocks)
+        assert has_bias == ("in_proj_bias" in part)
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:

@@ -115,6 +115,7 @@ class Twin:
         alone = {"backend": soframe.comm.SingleProcess()}
         self.own = soframe.Preconditioner(model, method, **grouped(chosen | alone))
         self.step, self.begin = self.own.step, self.own.reset_batch
+        self.restart = self.begin
         self.state_dict, self.load_state_dict = self.own.state_dict, self.own.load_state_dict
 
     def forward(self, x: Tensor, module: str = "") -> Forward:
@@ -167,6 +168,8 @@ SETUPS: dict[str, Sequence[Any]] = {
 
 # Of gradients without statistics or the reverse, and of layers that were thawed or frozen since.
 REFUSALS = ["gradients", "same call", "no registered layer ran", "there is nothing to precondition"]
+# Of a state in which the block of what is frozen now had other parameters.
+REFUSALS += [" in the state and "]
 
 Act = TypeVar("Act", bound=Callable[..., None])
 
@@ -496,7 +499,13 @@ class Loop:
 
     @rule(when=lambda loop: not loop.plain.changed)
     def restart(self) -> None:
-        """Go on with another model, optimizer and preconditioner; a window begins anew."""
+        """Go on with another model, optimizer and preconditioner; a window begins anew.
+
+        What is frozen then is forgotten, which a twin does not.
+        """
+        trained = [p.requires_grad for p in self.plain.model.parameters()]
+        if isinstance(self.plain, Twin) and not all(trained):
+            return
         file = io.BytesIO()
         torch.save(self.states.state_dict(), file)
         file.seek(0)
@@ -505,7 +514,7 @@ class Loop:
             parameter.grad = before.grad
         self.start()
         self.states.load_state_dict(torch.load(file, weights_only=True))
-        self.plain.begin()
+        self.plain.restart()
         self.waiting = []
 
     # -- what leaves no trace ---------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_a_model_that_changes_has_what_was_under_way(runs):
     for run in (own, plain):
         run.step(EVERY + 1)
     found = in_use(own)
-    assert {name.split(".")[0] for name in found} == {"grouped", "hidden", "head"}
+    assert {name.split(".")[0] for name in found} == {"conv", "grouped", "hidden", "head"}
     assert same(found, in_use(plain))
     assert under_way(own) == 0
 

@@ -326,10 +326,14 @@ def test_a_ddp_wrapper_changes_no_name():
 # -- layers that freeze and thaw -------------------------------------------------------------
 
 
+LEFT_OUT = pytest.mark.filterwarnings("ignore:soframe. moments and statistics of")
+
+
 def freeze(run: Run, name: str, frozen: bool) -> None:
     getattr(run.model, name).requires_grad_(not frozen)
 
 
+@LEFT_OUT
 @pytest.mark.parametrize(("change", "saved_at"), [(3, 4), (3, 5), (3, 6), (4, 5), (4, 6)])
 @pytest.mark.parametrize("thaw", [False, True])
 @pytest.mark.covering(together=1)
@@ -352,15 +356,35 @@ def test_a_run_with_a_layer_that_changed_goes_on_bit_by_bit(change, saved_at, th
     assert torch.equal(resumed.weights(), whole.weights())
 
 
-def test_a_state_from_before_a_layer_froze_is_of_another_choice_of_layers():
+def test_statistics_of_a_layer_that_was_frozen_before_construction_are_not_loaded():
     file = save(Run(CASE).train(range(2)))
     run = Run(CASE)
     freeze(run, "hidden", frozen=True)
     run.preconditioner.close()
     run.preconditioner = Preconditioner(run.model, lr=LR, statistics_every=1)
-    message = r"it lacks nothing and has \['hidden'\] besides: choose the same layers, and freeze"
-    with pytest.raises(ValueError, match=message):
+    with pytest.warns(UserWarning, match=r"statistics of hidden are not.*freeze them afterwards"):
         load(run, file)
+    assert "hidden" not in {block.name for block in run.preconditioner.blocks}
+
+
+def test_a_state_that_lacks_what_is_frozen_lets_it_begin_anew():
+    first, other = Run(CASE), Run(CASE).train(range(2))
+    freeze(first, "hidden", frozen=True)
+    first.preconditioner.close()
+    first.preconditioner = preconditioner_of(first.model, first.optimizer, CASE, None)
+    file = save(first.train(range(2)))
+    with pytest.raises(ValueError, match=r"lacks \['hidden'\] and has nothing besides"):
+        load(other, file)
+    freeze(other, "hidden", frozen=True)
+    load(other, file)
+    (hidden,) = [block for block in other.preconditioner.blocks if block.name == "hidden"]
+    assert not (hidden.solved)
+    assert not (hidden.running)
+    assert not (hidden.record.updates)
+    freeze(other, "hidden", frozen=False)
+    other.train(range(2, STEPS))
+    (hidden,) = [block for block in other.preconditioner.blocks if block.name == "hidden"]
+    assert hidden.solved
 
 
 # -- dampings of single blocks ---------------------------------------------------------------
@@ -407,6 +431,7 @@ def test_a_state_without_dampings_is_of_an_earlier_version():
     assert [block.damped_with(other.damping) for block in other.blocks] == [10.0, other.damping]
 
 
+@LEFT_OUT
 @pytest.mark.parametrize("saved", ["not", "frozen", "thawed"])
 def test_a_damping_outlasts_a_freeze(saved):
     model, own = damped()

@@ -51,7 +51,7 @@ class Dense:
     """The trust region of `affine_net`, with dense matrices throughout.
 
     Weight decays and lengths are one for all or ``[24]``; of ``trained``, ``[24]``, the zeros are
-    frozen. A block that begins ``anew`` has no statistics in a step.
+    frozen.
     """
 
     theta: Tensor
@@ -63,7 +63,6 @@ class Dense:
     lr: float | Tensor = 1.0
     last: Tensor | None = None
     trained: Tensor = field(default_factory=lambda: torch.ones(24, dtype=torch.float64))
-    anew: slice | None = None
 
     def split(self, direction: Tensor) -> list[Tensor]:
         parts = [torch.zeros_like(direction) for _ in PARTS[self.layer_groups]]
@@ -86,7 +85,7 @@ class Dense:
         eye = torch.eye(len(g), dtype=torch.float64)
         preconditioned, rest = torch.zeros_like(g), torch.zeros_like(g)
         for own in COVERED:
-            block = (f + self.factor * tied * eye if own != self.anew else eye)[own, own]
+            block = (f + self.factor * tied * eye)[own, own]
             preconditioned[own] = -torch.linalg.solve(block, g[own])
         rest[REST] = -g[REST]
         longest = lrs[self.trained > 0].max()
