@@ -147,6 +147,10 @@ def test_moments_of_samples(shape: tuple[int, ...]) -> None:
     for one, other in found:
         compare(one, left, "left")
         compare(other, right, "right")
+    for way in ways:
+        one, other = way(rows, gradients, diagonal=(True, True))
+        compare(one, left.diagonal(dim1=1, dim2=2), "diagonal, left")
+        compare(other, right.diagonal(dim1=1, dim2=2), "diagonal, right")
 
 
 @pytest.mark.parametrize("diagonal", [(False, False), (False, True), (True, False), (True, True)])
