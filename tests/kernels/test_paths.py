@@ -272,6 +272,18 @@ def test_choices(path: str, case: str, numbers: tuple[int, ...]) -> None:
     assert choose(Geometry(batch, 1, channels, axis, axis)) == path, case
 
 
+@pytest.mark.parametrize(("threads", "path"), [(1, "shifts"), (8, "rows")])
+def test_threads_share_wide_products(threads: int, path: str) -> None:
+    """Kernel columns side by side are 112 wide; shifts multiply 16 channels."""
+    assert choose(square(64, 1, 16, 14, 7), threads) == path
+
+
+@pytest.mark.parametrize(("groups", "path"), [(1, "shifts"), (2, "rows")])
+def test_groups_are_copied_for_each_product(groups: int, path: str) -> None:
+    """The 8 channels of a shift are slower to copy than the 56 numbers of a row side by side."""
+    assert choose(square(64, groups, 8, 28, 7)) == path
+
+
 ON_A_GPU = [
     ("unfold", (64, 1, 64, 8, 3, 1)),
     ("unfold", (8, 1, 3, 224, 7, 2)),

@@ -109,7 +109,7 @@ class Neighbours(Loss):
 
 
 SAMPLED = [(name, (2, 3)) for name in LOSSES] + [
-    ("cross-entropy", (2, 2, 2)),
+    ("cross-entropy", (2, 3, 2)),
     ("binary", (2, 3, 2)),
     ("mse", (2, 2, 2)),
 ]

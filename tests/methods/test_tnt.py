@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import soframe
 from soframe.blocks.block import Block
@@ -146,17 +147,28 @@ def test_moments_of_samples(shape: tuple[int, ...]) -> None:
     for one, other in found:
         compare(one, left, "left")
         compare(other, right, "right")
+    for way in ways:
+        one, other = way(rows, gradients, diagonal=(True, True))
+        compare(one, left.diagonal(dim1=1, dim2=2), "diagonal, left")
+        compare(other, right.diagonal(dim1=1, dim2=2), "diagonal, right")
 
 
-def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    for name in ("moments_by_grams", "moments_by_samples"):
-        monkeypatch.setattr(
-            f"soframe.kernels.samples.{name}", lambda *_, name=name, **__: seen.append(name)
-        )
-    sample_moments(randn(1, 2, 2, 9), randn(1, 2, 2, 7))
-    sample_moments(randn(1, 2, 90, 9), randn(1, 2, 90, 7))
-    assert seen == ["moments_by_grams", "moments_by_samples"]
+@pytest.mark.parametrize("diagonal", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 9), (3, 9, 7), (3, 3, 40), (3, 20, 3), (4, 5, 40), (5, 9, 9)], ids=str
+)
+def test_the_way_of_fewer_multiplications_is_taken(
+    shape: tuple[int, ...], diagonal: tuple[bool, bool]
+) -> None:
+    """Of samples of so many positions, inputs and outputs."""
+    shared, into, out = shape
+    rows, gradients = randn(1, 2, shared, into), randn(1, 2, shared, out)
+    counts = []
+    for way in (sample_moments, moments_by_grams, moments_by_samples):
+        with FlopCounterMode(display=False) as counter:
+            way(rows, gradients, diagonal=diagonal)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == min(counts)
 
 
 @given(scale=st.floats(1e-9, 1e3), seed=st.integers(0, 9))

@@ -245,6 +245,13 @@ def test_blocks_of_one_shape_share_a_stack() -> None:
     assert CommOpt().place(elementwise, 1).stacks == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize(("size", "calls"), [(2047, 1), (2048, 2)])
+def test_a_buffer_is_closed_at_32_mebibytes(size: int, calls: int) -> None:
+    """Four triangles of 2048 x 2048 numbers in float32 take a little more, those of 2047 less."""
+    placement = CommOpt().place(work_of((1, size, size), (1, size, size)), 2)
+    assert placement.traffic(0, statistics=True)["reduce"]["calls"] == calls
+
+
 # -- print -----------------------------------------------------------------------------------
 
 
