@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from soframe.methods.base import Method
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.work import BlockWork
+
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 class SolvedFactor(NamedTuple):
@@ -64,7 +67,7 @@ class BlockSpec:
     @property
     def frozen(self) -> bool:
         """Whether no parameter of the block is trained."""
-        return not any(parameter.requires_grad for parameter in self.parameters.values())
+        return not any(map(_IS_TRAINED, self.parameters.values()))
 
     @property
     def has_gradient(self) -> bool:

@@ -31,6 +31,7 @@ from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_WITH_BIAS = (*SEPARATE, "in_proj_bias")
 
 
 @KINDS["layer"].register_optional(nn.MultiheadAttention)
@@ -104,9 +105,7 @@ class AttentionHelper(LayerHelper):
         add("in_proj_weight", "in_proj_bias", 3)
         for name in SEPARATE:
             add(name, "", 1)
-        shared = {parameter_of(module, name) for name in (*SEPARATE, "in_proj_bias")}
-        is_whole = len({p.requires_grad for p in shared if p is not None}) == 1
-        if is_whole and chosen.issuperset((*SEPARATE, "in_proj_bias")):
+        if chosen.issuperset(_WITH_BIAS) and _trained_together(module):
             weights = {name: group for group, name in enumerate(SEPARATE)}
             helpers.append(cls(module, weights=weights, weight="", bias="in_proj_bias", groups=3))
         add("out_proj.weight", "out_proj.bias", 1)
@@ -248,6 +247,16 @@ class AttentionHelper(LayerHelper):
         helper = object.__new__(type(self))
         helper.__dict__.update(self.__dict__, groups=1, shape=self.shape._replace(groups=1))
         return helper
+
+
+def _trained_together(module: nn.Module) -> bool:
+    """Return whether separate projections and their bias are all trained, or all frozen."""
+    states: set[bool] = set()
+    for name in _WITH_BIAS:
+        parameter = parameter_of(module, name)
+        if parameter is not None:
+            states.add(parameter.requires_grad)
+    return len(states) == 1
 
 
 def _reached(rows: Tensor, reaches: Tensor) -> Tensor:
