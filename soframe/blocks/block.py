@@ -32,6 +32,7 @@ from soframe.methods.base import Method
 from soframe.specs import VALUE, FactorSpec, SecondOrder, State
 from soframe.strategies.work import BlockPlacement
 
+_IS_TRAINED = attrgetter("requires_grad")
 # Blocks that differ in one of these are updated by calls of their own.
 _STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
 
@@ -200,6 +201,11 @@ class Block(BlockSpec):
     def active(self) -> bool:
         """Whether the method already computes an update from the block's gradient."""
         return self.solved or self.method.starts_at_once
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter of the block is trained."""
+        return not any(map(_IS_TRAINED, self.parameters.values()))
 
     @property
     def rests(self) -> bool:

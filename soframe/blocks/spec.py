@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from soframe.methods.base import Method
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.work import BlockWork
-
-_IS_TRAINED = attrgetter("requires_grad")
 
 
 class SolvedFactor(NamedTuple):
@@ -63,11 +60,6 @@ class BlockSpec:
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The dtypes of second-order data, of states and of running factors."""
         return self.dtype, self.state_dtype, self.factor_dtype
-
-    @property
-    def frozen(self) -> bool:
-        """Whether no parameter of the block is trained."""
-        return not any(map(_IS_TRAINED, self.parameters.values()))
 
     @property
     def has_gradient(self) -> bool:
