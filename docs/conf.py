@@ -69,7 +69,7 @@ nitpick_ignore_regex = [
     (r"py:.*", rf"({'|'.join(_OTHERS)})(\..*)?"),
     (r"py:(class|data|obj)", r".*\.(C|T|P|R|_[A-Za-z]\w*)"),  # type variables, private types
     # Aliases, spelt out in the text beside them.
-    (r"py:class", r"(Blocks|Choice|Closure|DampingChoice|Interval|LossAverage)"),
+    (r"py:class", r"(Blocks|Choice|Closure|DampingChoice|Interval|SolveInterval|LossAverage)"),
     (r"py:class", r"(Rows|Samples|Scaling)"),
     # Bases of public classes, internal.
     (r"py:class", r"soframe\.state\.bound\.OfModel"),

@@ -93,7 +93,7 @@ class BlockWork:
 
     @property
     def stackable(self) -> bool:
-        """Whether it may share a stack: elementwise, or with its groups as every first dimension.
+        """Whether it may share a stack, if it is elementwise or has its groups as first dimensions.
 
         On CPUs large matrices stay by themselves: a batched product of them is slower than a loop,
         and copies into the batch come on top.
