@@ -135,12 +135,13 @@ def test_one_block_is_enough() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:soframe. no module matches")
-def test_freezing_makes_no_setting_wrong() -> None:
+def test_a_frozen_layer_in_place_of_another_makes_no_setting_wrong() -> None:
     """What was read at the start may have no reader for some steps, and has one again."""
     model = net()
+    layer, frozen = model[0], copy.deepcopy(model[0]).requires_grad_(False)
     optimizer = soframe.Optimizer(model, {"^0$": "kfac"}, auxiliary="soap", lr=0.1, damping=0.1)
     for trained in (True, False, True):
-        model.get_submodule("0").requires_grad_(trained)
+        model[0] = layer if trained else frozen
         optimizer.zero_grad()
         model(torch.ones(4, 6, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
