@@ -346,6 +346,21 @@ def test_samples_in_different_directions_leave_zeros_of_the_scale() -> None:
     soframe.Curvature(model, "kfac").fit([(inputs, inputs)], linear).inverse(0.0)
 
 
+def test_small_squares_of_the_scale_are_no_zeros() -> None:
+    """Of gradients of 1e-9 beside ones, which are far above the rounding of a rotation."""
+    model = fill(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    inputs = torch.tensor([[2, 0], [0, 1], [1e-9, 0], [0, 1e-9]], dtype=torch.float64)
+    of_outputs = torch.tensor([[1, 0], [0, 3], [0, 1], [1, 0]], dtype=torch.float64)
+
+    def linear(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, (outputs * batch[1]).sum(1).mean()
+
+    curvature = soframe.Curvature(model, "ekfac").fit([(inputs, of_outputs)], linear)
+    assert 0 < float(curvature.eigenvalues()[1]) < 1e-18
+    curvature.inverse(0.0)
+
+
 def test_a_rare_token_has_a_small_curvature_and_no_zero() -> None:
     """Entries along a side that is not rotated are not rounded by the largest one."""
     model = fill(nn.Sequential(nn.Embedding(3, 2))).float()
