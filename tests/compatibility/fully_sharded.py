@@ -84,7 +84,7 @@ class Case:
         observed: Whether the Fisher is observed.
         factor: What the loss is multiplied by.
         groups: Whether biases have a learning rate of their own.
-        frozen: From which step to which a weight and a bias are not trained.
+        frozen: From which step to which a weight, a bias and a whole layer are not trained.
     """
 
     owner: str = "sgd"
@@ -217,7 +217,8 @@ class Run:
 
     def step(self, step: int) -> None:
         if step in self.case.frozen:
-            for parameter in (self.model.layers[0].up.weight, self.model.layers[1].up.bias):
+            first, second = self.model.layers
+            for parameter in (first.up.weight, second.up.bias, *second.down.parameters()):
                 parameter.requires_grad_(step == self.case.frozen[1])
         self.optimizer.zero_grad()
         self.backward(step)
