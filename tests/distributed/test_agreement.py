@@ -136,7 +136,9 @@ def thaw_after_uneven_windows(rank: int, ranks: int) -> torch.Tensor:
 def test_what_one_rank_alone_has_seen_does_not_part_the_ranks():
     one, other = run_ranks(thaw_after_uneven_windows, 2)
     assert one.isfinite().all()
-    assert torch.equal(one, other)
+    # The rank with a gradient of zeros multiplies both layers by one product, the other rank one
+    # layer: kernels may round these differently.
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 # -- groups ----------------------------------------------------------------------------------
