@@ -537,19 +537,17 @@ class Registration:
                 continue
             self._reasons.setdefault(id(parameter), reason)
             if self._auxiliary is not None:
-                self._build_auxiliary(full, parameter, name, self._auxiliary)
+                self._build_auxiliary(full, parameter, module, name, self._auxiliary)
 
     def _build_auxiliary(
-        self, full: str, parameter: nn.Parameter, name: str, method: Method
+        self, full: str, parameter: nn.Parameter, module: nn.Module, name: str, method: Method
     ) -> None:
         """Build the block of a parameter that no other method takes."""
-        sharers = self._survey.sharers[id(parameter)]
-        module = next(iter(sharers))
         is_of_samples = self._captures[id(method)]
         if is_of_samples and self._skipping(module) is not None:
             return  # a fit leaves it out
         _require_elements(full, parameter)
-        if (why := sparse(sharers)) is not None:
+        if (why := sparse(self._survey.sharers[id(parameter)])) is not None:
             raise ValueError(f"{full}: {why}, or freeze it")
         key = full.rpartition(".")[2]
         layout: Layout = PlainLayout(module, key)
