@@ -82,6 +82,8 @@ class AveragedGradients:
         self._parameters = self._of_blocks + self._rest
         # The parameters whose gradients some ranks may lack: ranks agree on them before `collect`.
         self.flagged: Sequence[nn.Parameter] = ()
+        if self.backend.world_size > 1:
+            self.flagged = self._optional()
 
     def check(self) -> None:
         """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
@@ -101,6 +103,14 @@ class AveragedGradients:
         if why is not None:
             raise RuntimeError(why)
 
+    def _optional(self) -> Sequence[nn.Parameter]:
+        """Return the parameters whose gradients some ranks may lack, see `alike`."""
+        parameters: list[nn.Parameter] = []
+        for block in self._blocks:
+            if not block.remembers:
+                parameters += block.parameters.values()
+        return parameters
+
     def alike(self) -> tuple[str, ...]:
         """Return the blocks with a state that have gradients: they must be the same on all ranks.
 
@@ -116,7 +126,7 @@ class AveragedGradients:
 
     def present(self) -> list[float]:
         """Return a flag for each parameter in ``flagged``: whether this rank has its gradient."""
-        return list(map(float, map(self._home.has, self.flagged)))
+        return [float(gradient is not None) for gradient in self._home.each(self.flagged)]
 
     def tensors(self) -> list[Tensor]:
         """Return all gradients of this rank, before `collect`, in few tensors."""
@@ -135,19 +145,37 @@ class AveragedGradients:
     def collect(self, present: Sequence[float]) -> Gradients:
         """Average or gather the gradients, and return them for all blocks that have any.
 
-        ``present`` are the flags of `present`, summed over ranks.
+        ``present`` are the flags of `present`, summed over ranks. A gradient that other ranks have
+        is zero here: all ranks batch, and note as used, the same blocks.
         """
         read, self._read = self._read, None
-        return self.now() if read is None else read
+        if self._fill(present) or read is None:
+            return self.now()
+        return read
+
+    def _fill(self, present: Sequence[float]) -> bool:
+        """Store zeros for gradients that other ranks alone have; return whether there are any."""
+        lacking = False
+        gradients = self._home.each(self.flagged)
+        for parameter, gradient, ranks in zip(self.flagged, gradients, present, strict=True):
+            if gradient is None and ranks > 0:
+                self._home.fill(parameter)
+                lacking = True
+        return lacking
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
+        used = self._used()
+        matrices = _gathered(used)
+        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
+
+    def _used(self) -> dict[Stack, tuple[int, ...]]:
+        """Return the blocks of each stack that have a gradient here."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             if stack not in self.left_to_optimizer and (members := stack.used()):
                 used[stack] = members
-        matrices = _gathered(used)
-        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
+        return used
 
 
 def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
@@ -187,9 +215,8 @@ class LocalGradients(AveragedGradients):
 
     divided = True
 
-    def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
-        super().__init__(model, placed, home)
-        self.flagged = self._parameters
+    def _optional(self) -> Sequence[nn.Parameter]:
+        return self._parameters
 
     def check(self) -> None:
         """Raise if a gradient is sparse, too."""
@@ -206,11 +233,11 @@ class LocalGradients(AveragedGradients):
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
         """
-        known = self._known(present)
+        self._fill(present)  # every rank must take part in the reduction
         solved: dict[Stack, tuple[int, ...]] = {}
         unsolved: dict[Stack, tuple[int, ...]] = {}
         parameters = list(self._rest)
-        used = self._used(known)
+        used = self._used()
         for stack, members in used.items():
             blocks = stack.blocks_of(members)
             if all(block.active for block in blocks):
@@ -225,7 +252,7 @@ class LocalGradients(AveragedGradients):
         for stack, matrix in averaged.items():
             workers = stack.place.gradient_workers
             addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
-        for gradient in self._home.of(filter(known.__contains__, parameters)):
+        for gradient in self._home.of(parameters):
             addends.append(_Addend(None, gradient))
         if self.backend.world_size > 1:
             with self.backend.phases("average"):
@@ -235,28 +262,6 @@ class LocalGradients(AveragedGradients):
             if self.backend.rank in stack.place.gradient_workers:
                 matrices[stack] = matrix
         return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
-
-    def _known(self, present: Sequence[float]) -> set[nn.Parameter]:
-        """Return the parameters that have a gradient on any rank; on other ranks it is zero."""
-        known = set()
-        for parameter, ranks in zip(self._parameters, present, strict=True):
-            if ranks > 0:
-                known.add(parameter)
-                # Zeros, if this rank has none: every rank must take part in the reduction.
-                self._home.fill(parameter)
-        return known
-
-    def _used(self, known: set[nn.Parameter]) -> dict[Stack, tuple[int, ...]]:
-        """Return the blocks of each stack that have a known parameter."""
-        used: dict[Stack, tuple[int, ...]] = {}
-        for stack in self._stacks:
-            members: list[int] = []
-            for block in stack.blocks:
-                if not known.isdisjoint(block.parameters.values()):
-                    members.append(block.member)
-            if members:
-                used[stack] = tuple(members)
-        return used
 
 
 def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
@@ -308,6 +313,9 @@ class ShardedGradients(AveragedGradients):
 
     divided = updates_divided = True
 
+    def _optional(self) -> Sequence[nn.Parameter]:
+        return ()
+
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
         names: list[str] = []
@@ -325,14 +333,11 @@ class ShardedGradients(AveragedGradients):
         """Gather the present gradients, as `collect` does; every rank must call."""
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
-        used: dict[Stack, tuple[int, ...]] = {}
+        used = self._used()
         unsharded: dict[Stack, tuple[int, ...]] = {}
-        for stack in self._stacks:
-            members = stack.used()
-            if members:
-                used[stack] = members
-                if not stack.like.shards:
-                    unsharded[stack] = members
+        for stack, members in used.items():
+            if not stack.like.shards:
+                unsharded[stack] = members
             for block in stack.blocks_of(members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()

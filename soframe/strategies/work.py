@@ -129,6 +129,11 @@ class BlockWork:
         """Whether hooks capture statistics for some factor."""
         return any(factor.captured for factor in self.factors)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
+        return bool(self.state) or not all(factor.captured for factor in self.factors)
+
     def is_resident(self, factor: int) -> bool:
         """Return whether a gradient worker must own a factor."""
         return bool(self.resident) and self.resident[factor]

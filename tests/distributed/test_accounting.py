@@ -70,9 +70,10 @@ def expected_traffic(placement: Placement, solver: str, rank: int) -> dict[str, 
         return [n for (_, group), n in routes.items() if rank in group and len(group) > 1]
 
     factors = sum(g * (triangle(out) + triangle(into)) for g, out, into in SHAPES.values())
-    # Each step: seven flags, and with statistics two weights per block, and what was reached: two
-    # numbers per block and two of all; each solve an outcome per factor.
-    flags = DOUBLE * (STEPS * 7 + 2 * (2 + (2 + 2) * len(NAMES)))
+    # Each step: seven flags, and one for each gradient, of four layers with a bias and one without;
+    # with statistics two weights per block, and what was reached: two numbers per block and two of
+    # all; each solve an outcome per factor.
+    flags = DOUBLE * (STEPS * (7 + 9) + 2 * (2 + (2 + 2) * len(NAMES)))
     outcomes = FLOAT * 2 * 2 * len(SHAPES)
     phases = {
         "start": {"bytes": 64, "calls": 1},

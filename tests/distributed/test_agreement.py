@@ -136,9 +136,28 @@ def thaw_after_uneven_windows(rank: int, ranks: int) -> torch.Tensor:
 def test_what_one_rank_alone_has_seen_does_not_part_the_ranks():
     one, other = run_ranks(thaw_after_uneven_windows, 2)
     assert one.isfinite().all()
-    # The rank with a gradient of zeros multiplies both layers by one product, the other rank one
-    # layer: kernels may round these differently.
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+    assert torch.equal(one, other)
+
+
+def use_between_turns(rank: int, ranks: int, strategy: str) -> torch.Tensor:
+    """One rank alone has a gradient of a layer that missed its turn for statistics: zeros."""
+    case = Case({"strategy": strategy, "statistics_every": 4, "solve_every": 4}, steps=6)
+    run = Run(case, rank, ranks, average=mean_over())
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+    def use(run: Run) -> None:
+        run.model.unused(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        run.model.unused.zero_grad(set_to_none=False)
+
+    for step in range(case.steps):
+        run.step(step, use if step == 1 and rank == 0 else None)
+    return run.weights()
+
+
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
+def test_a_layer_that_one_rank_has_used_is_used_on_all(strategy):
+    one, other = run_ranks(use_between_turns, 2, strategy)
+    assert torch.equal(one, other)
 
 
 # -- groups ----------------------------------------------------------------------------------
