@@ -57,7 +57,7 @@ class Parcel:
 
     def write(self, flat: Tensor) -> None:
         """Write the tensors into their part of a buffer, ``[numel]``."""
-        if self.tensors is None:
+        if not self.tensors:
             flat.fill_(self.missing)
             return
         parts = flat.split(self.sizes)

@@ -72,8 +72,11 @@ class AveragedGradients:
         self._stacks = placed.stacks
         self._blocks = placed.blocks
         self._of_blocks: list[nn.Parameter] = []
+        optional: list[nn.Parameter] = []
         for block in placed.blocks:
             self._of_blocks += block.parameters.values()
+            if not block.remembers:
+                optional += block.parameters.values()
         self._shapes = list(map(_SHAPE, self._of_blocks))
         self._remembering = [block for block in placed.blocks if block.remembers]
         self.remembers = bool(self._remembering)  # whether updates depend on earlier gradients
@@ -83,7 +86,7 @@ class AveragedGradients:
         # The parameters whose gradients some ranks may lack: ranks agree on them before `collect`.
         self.flagged: Sequence[nn.Parameter] = ()
         if self.backend.world_size > 1:
-            self.flagged = self._optional()
+            self.flagged = optional
 
     def check(self) -> None:
         """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
@@ -103,14 +106,6 @@ class AveragedGradients:
         if why is not None:
             raise RuntimeError(why)
 
-    def _optional(self) -> Sequence[nn.Parameter]:
-        """Return the parameters whose gradients some ranks may lack, see `alike`."""
-        parameters: list[nn.Parameter] = []
-        for block in self._blocks:
-            if not block.remembers:
-                parameters += block.parameters.values()
-        return parameters
-
     def alike(self) -> tuple[str, ...]:
         """Return the blocks with a state that have gradients: they must be the same on all ranks.
 
@@ -126,7 +121,7 @@ class AveragedGradients:
 
     def present(self) -> list[float]:
         """Return a flag for each parameter in ``flagged``: whether this rank has its gradient."""
-        return [float(gradient is not None) for gradient in self._home.each(self.flagged)]
+        return list(map(float, map(self._home.has, self.flagged)))
 
     def tensors(self) -> list[Tensor]:
         """Return all gradients of this rank, before `collect`, in few tensors."""
@@ -145,37 +140,33 @@ class AveragedGradients:
     def collect(self, present: Sequence[float]) -> Gradients:
         """Average or gather the gradients, and return them for all blocks that have any.
 
-        ``present`` are the flags of `present`, summed over ranks. A gradient that other ranks have
-        is zero here: all ranks batch, and note as used, the same blocks.
+        ``present`` are the flags of `present`, summed over ranks.
         """
+        if present:
+            self.fill(present)
         read, self._read = self._read, None
-        if self._fill(present) or read is None:
-            return self.now()
-        return read
+        return self.now() if read is None else read
 
-    def _fill(self, present: Sequence[float]) -> bool:
-        """Store zeros for gradients that other ranks alone have; return whether there are any."""
-        lacking = False
-        gradients = self._home.each(self.flagged)
-        for parameter, gradient, ranks in zip(self.flagged, gradients, present, strict=True):
-            if gradient is None and ranks > 0:
+    def fill(self, present: Sequence[float]) -> None:
+        """Store zeros for gradients that other ranks alone have: all have the same blocks then.
+
+        For ``present`` see `collect`.
+        """
+        for parameter, ranks in zip(self.flagged, present, strict=True):
+            if ranks == 0:
+                continue
+            if not self._home.has(parameter):
                 self._home.fill(parameter)
-                lacking = True
-        return lacking
+                self._read = None
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
-        used = self._used()
-        matrices = _gathered(used)
-        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
-
-    def _used(self) -> dict[Stack, tuple[int, ...]]:
-        """Return the blocks of each stack that have a gradient here."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             if stack not in self.left_to_optimizer and (members := stack.used()):
                 used[stack] = members
-        return used
+        matrices = _gathered(used)
+        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 
 
 def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
@@ -215,8 +206,9 @@ class LocalGradients(AveragedGradients):
 
     divided = True
 
-    def _optional(self) -> Sequence[nn.Parameter]:
-        return self._parameters
+    def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
+        super().__init__(model, placed, home)
+        self.flagged = self._parameters
 
     def check(self) -> None:
         """Raise if a gradient is sparse, too."""
@@ -233,13 +225,17 @@ class LocalGradients(AveragedGradients):
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
         """
-        self._fill(present)  # every rank must take part in the reduction
+        self.fill(present)  # every rank must take part in the reduction
+        used: dict[Stack, tuple[int, ...]] = {}
         solved: dict[Stack, tuple[int, ...]] = {}
         unsolved: dict[Stack, tuple[int, ...]] = {}
         parameters = list(self._rest)
-        used = self._used()
-        for stack, members in used.items():
+        for stack in self._stacks:
+            members = stack.used()
             blocks = stack.blocks_of(members)
+            if not blocks:
+                continue
+            used[stack] = members
             if all(block.active for block in blocks):
                 solved[stack] = members
                 continue
@@ -313,9 +309,6 @@ class ShardedGradients(AveragedGradients):
 
     divided = updates_divided = True
 
-    def _optional(self) -> Sequence[nn.Parameter]:
-        return ()
-
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
         names: list[str] = []
@@ -333,11 +326,14 @@ class ShardedGradients(AveragedGradients):
         """Gather the present gradients, as `collect` does; every rank must call."""
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
-        used = self._used()
+        used: dict[Stack, tuple[int, ...]] = {}
         unsharded: dict[Stack, tuple[int, ...]] = {}
-        for stack, members in used.items():
-            if not stack.like.shards:
-                unsharded[stack] = members
+        for stack in self._stacks:
+            members = stack.used()
+            if members:
+                used[stack] = members
+                if not stack.like.shards:
+                    unsharded[stack] = members
             for block in stack.blocks_of(members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()

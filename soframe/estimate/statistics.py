@@ -278,7 +278,7 @@ class Accumulator:
         moments = block.method.statistics(
             _call(block, helper, inputs if reads else None, rows, self.window.shared, is_first)
         )
-        sums = self.window.sums_of(block.stack)
+        sums = self.window.sums_of(block.stack, factors)
         for factor in factors:
             if is_repeated and factor.reads == "inputs":
                 continue  # added with the first probe

@@ -82,11 +82,30 @@ class Update:
         matrices = [block.assemble(block.parameters) for block in self.blocks]
         return self.stack.join(matrices).detach()
 
-    def sent(self) -> list[Tensor]:
-        """Return the tensors that this rank sends: parcel or update; none after an error."""
-        if self.stack.like.parcel:
-            return list(self.parcel.values())
-        return [] if self.matrix is None else [self.matrix]
+    def parcel_to_send(self, backend: Backend) -> Parcel | None:
+        """Return what gradient workers send to their receivers; None if this rank keeps it."""
+        like, place = self.stack.like, self.stack.place
+        # Updates of sharded parameters are scattered, unless ranks make their parts of parcels.
+        if like.shards and not like.parcel:
+            return None
+        worker = place.sources[backend.rank]
+        group = place.exchanges[worker]
+        if len(group) == 1:
+            return None
+        specs: tuple[TensorSpec, ...] = (TensorSpec(self.stack.shape_of(self.members)),)
+        tensors = [] if self.matrix is None else [self.matrix]
+        if like.parcel:
+            specs = times(like.parcel.values(), len(self.members))
+            tensors = list(self.parcel.values())
+        return Parcel(worker, group, specs, like.dtype, like.device, tensors)
+
+    def receive(self, tensors: Sequence[Tensor]) -> None:
+        """Take the updates, or make them, out of the tensors that were sent."""
+        block = self.blocks[0]
+        if block.parcel:
+            self.matrix = block.acting.opened(dict(zip(block.parcel, tensors, strict=True)))
+        else:
+            (self.matrix,) = tensors
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
@@ -113,101 +132,33 @@ class Update:
         return unpacked
 
 
-@dataclass(frozen=True, eq=False)
-class _Sending:
-    """The updates of the active blocks of a stack, on their way to the receivers."""
-
-    stack: Stack
-    members: tuple[int, ...]
-    parcel: Parcel
-
-
 def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
     """Send the updates from gradient workers to their receivers; every rank must call.
 
-    Every rank enters the same collectives with any set of gradients: a worker sends zeros for
-    blocks without a gradient.
+    All ranks have updates of the same blocks.
     """
     backend = placed.backend
-    updates_of: dict[Stack, list[Update]] = {}
-    for update in updates:
-        updates_of.setdefault(update.stack, []).append(update)
-    sendings: list[_Sending] = []
+    parcels: dict[Update, Parcel] = {}
     if backend.world_size > 1:
-        for stack in placed.stacks:
-            sending = _sending(backend, stack, updates_of.get(stack, ()))
-            if sending is not None:
-                sendings.append(sending)
-    if sendings:
+        for update in updates:
+            parcel = update.parcel_to_send(backend)
+            if parcel is not None:
+                parcels[update] = parcel
+    if parcels:
         with backend.phases("exchange"):
-            parcels = [sending.parcel for sending in sendings]
-            deliver(backend, parcels, "exchange", fused=backend.fused)
-    for sending in sendings:
-        for update in updates_of.pop(sending.stack, ()):
-            _receive(update, sending)
+            deliver(backend, list(parcels.values()), "exchange", fused=backend.fused)
+    sharded: list[Update] = []
+    for update in updates:
+        if update in parcels:
+            tensors = parcels[update].tensors
+            assert tensors is not None
+            update.receive(tensors)
             _cut(update, backend.rank)
-    sharded = {stack: parts for stack, parts in updates_of.items() if stack.like.shards}
+        elif update.stack.like.shards:
+            sharded.append(update)
     if sharded:
         with backend.phases("exchange"):
             _scatter(placed, sharded)
-
-
-def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Sending | None:
-    """Return the updates of a stack that this rank sends or receives; None if it keeps them."""
-    active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
-    # Updates of sharded parameters are scattered, unless ranks make their parts of parcels.
-    if not active or (stack.like.shards and not stack.like.parcel):
-        return None
-    worker = stack.place.sources[backend.rank]
-    group = stack.place.exchanges[worker]
-    if len(group) == 1:
-        return None
-    like = stack.like
-    specs: tuple[TensorSpec, ...] = (TensorSpec(stack.shape_of(active)),)
-    if like.parcel:
-        specs = times(like.parcel.values(), len(active))
-    parcel = Parcel(worker, group, specs, dtype=like.dtype, device=like.device)
-    if worker == backend.rank:
-        parcel.tensors = _sent(stack, active, updates, specs)
-    return _Sending(stack, active, parcel)
-
-
-def _sent(
-    stack: Stack, active: tuple[int, ...], updates: Sequence[Update], specs: Sequence[TensorSpec]
-) -> list[Tensor]:
-    """Return the tensors that are sent for all active blocks of a stack."""
-    sent = {update.members: update.sent() for update in updates}
-    if complete := sent.get(active):
-        return complete
-    like = stack.like
-    tensors: list[Tensor] = []
-    for index, spec in enumerate(specs):
-        # Missing gradients have zeros; so has an update before its error is raised.
-        zeros = torch.zeros(spec.shape, dtype=like.dtype, device=like.device)
-        parts = dict(zip(active, stack.split(zeros, active), strict=True))
-        for members, of_update in sent.items():
-            if of_update:
-                split = stack.split(of_update[index], members)
-                parts.update(zip(members, split, strict=True))
-        tensors.append(stack.join([parts[member] for member in active]))
-    return tensors
-
-
-def _receive(update: Update, sending: _Sending) -> None:
-    """Take the updates, or make them, out of the tensors that were sent."""
-    stack, block = update.stack, update.blocks[0]
-    assert sending.parcel.tensors is not None
-    received = list(sending.parcel.tensors)
-    if update.members != sending.members:
-        for index, tensor in enumerate(received):
-            split = stack.split(tensor, sending.members)
-            parts = dict(zip(sending.members, split, strict=True))
-            received[index] = stack.join([parts[member] for member in update.members])
-    if block.parcel:
-        named = dict(zip(block.parcel, received, strict=True))
-        update.matrix = block.acting.opened(named)
-    else:
-        (update.matrix,) = received
 
 
 def _cut(update: Update, rank: int) -> None:
@@ -222,25 +173,24 @@ def _cut(update: Update, rank: int) -> None:
         update.matrix = None  # as without a parcel
 
 
-def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]]) -> None:
+def _scatter(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
     """Send each rank its parts of the updates of sharded parameters."""
     splits: list[Split] = []
     targets: list[tuple[Update, Block, str]] = []
-    for stack in placed.stacks:
-        for update in updates_of.get(stack, ()):
-            unpacked = update.unpacked()
-            for block in update.blocks:
-                for name, shards in block.shards.items():
-                    split = Split(
-                        shards=shards,
-                        dtype=block.dtype,
-                        device=block.device,
-                        workers=stack.place.gradient_workers,
-                        sources=stack.place.sources,
-                        whole=unpacked.get(block, {}).get(name),
-                    )
-                    splits.append(split)
-                    targets.append((update, block, name))
+    for update in updates:
+        place, unpacked = update.stack.place, update.unpacked()
+        for block in update.blocks:
+            for name, shards in block.shards.items():
+                split = Split(
+                    shards=shards,
+                    dtype=block.dtype,
+                    device=block.device,
+                    workers=place.gradient_workers,
+                    sources=place.sources,
+                    whole=unpacked.get(block, {}).get(name),
+                )
+                splits.append(split)
+                targets.append((update, block, name))
     scatter(placed.backend, splits, "exchange")
     for split, (update, block, name) in zip(splits, targets, strict=True):
         if split.part is not None:

@@ -74,6 +74,7 @@ class Sums:
     """
 
     stack: Stack
+    together: Sequence[FactorSpec]  # the factors of the first call, zeroed by one operator
     totals: dict[str, Tensor] = field(default_factory=dict, init=False)
     _parts: dict[str, Sequence[Tensor]] = field(default_factory=dict, init=False)  # by block
     _rows: dict[str, _Rows] = field(default_factory=dict, init=False)
@@ -125,7 +126,7 @@ class Sums:
             blocks, matrices = len(self.stack.blocks), rows.matrices
             if len(rows.members) == blocks:
                 beta = float(factor.name in self.totals)
-                total = self._total(factor, zero=False)
+                total = self._total(factor)
                 total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
                 continue
             parts, of_blocks = self._parts_of(factor), matrices.chunk(blocks)
@@ -159,20 +160,23 @@ class Sums:
 
     def _parts_of(self, factor: FactorSpec) -> Sequence[Tensor]:
         """Return the sums by block, zeros at first."""
+        if factor.name not in self.totals:
+            zeros = [self._total(factor)]
+            begun = self.totals.keys() | self._rows.keys()
+            for other in self.together:
+                if other.name not in begun:
+                    zeros.append(self._total(other))
+            torch._foreach_zero_(zeros)
         if factor.name not in self._parts:
-            total = self._total(factor, zero=True)
-            self._parts[factor.name] = total.chunk(len(self.stack.blocks))
+            self._parts[factor.name] = self.totals[factor.name].chunk(len(self.stack.blocks))
         return self._parts[factor.name]
 
-    def _total(self, factor: FactorSpec, *, zero: bool) -> Tensor:
-        """Return the sums of all blocks, at first zeros or memory to be written."""
+    def _total(self, factor: FactorSpec) -> Tensor:
+        """Return the sums of all blocks, at first memory to be written."""
         if factor.name not in self.totals:
             like, blocks = self.stack.like, len(self.stack.blocks)
             shape = (blocks * factor.groups, *factor.shape[1:])
-            total = torch.empty(shape, dtype=like.dtype, device=like.device)
-            self.totals[factor.name] = total
-            if zero:
-                total.zero_()
+            self.totals[factor.name] = torch.empty(shape, dtype=like.dtype, device=like.device)
         return self.totals[factor.name]
 
 
@@ -287,10 +291,10 @@ class Window:
 
     # -- sums ---------------------------------------------------------------------------------
 
-    def sums_of(self, stack: Stack) -> Sums:
-        """Return the sums of a stack, to be added to."""
+    def sums_of(self, stack: Stack, factors: Sequence[FactorSpec] = ()) -> Sums:
+        """Return the sums of a stack, to which a call adds to some factors."""
         if stack not in self.sums:
-            self.sums[stack] = Sums(stack)
+            self.sums[stack] = Sums(stack, factors)
         return self.sums[stack]
 
     def drop_dependent(self, blocks: Iterable[Block]) -> None:

@@ -10,14 +10,18 @@ from soframe.kernels.geometry import Axis, Geometry
 from soframe.kernels.gram import add_moment
 
 
-def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
-    """Add the moment of the patches to ``total``, without a copy where the stride is one."""
-    rows, columns = geometry.rows, geometry.columns
+def rows(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return ``[groups, batch, positions, channels]``, a view where the stride is one."""
     # Padding is zeros, which add nothing.
-    seen = x[:, :, _slice(rows), _slice(columns)]
+    seen = x[:, :, _slice(geometry.rows), _slice(geometry.columns)]
     batch, _, height, width = seen.shape
     maps = seen.reshape(batch, geometry.groups, geometry.channels, height * width)
-    add_moment(total, maps.permute(1, 0, 3, 2), scale)
+    return maps.permute(1, 0, 3, 2)
+
+
+def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
+    """Add the moment of the patches to ``total``, without a copy where the stride is one."""
+    add_moment(total, rows(x, geometry), scale)
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.kernels import devices
+from soframe.kernels import devices, pointwise
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, add_moment, new_sum, with_ones
@@ -102,6 +102,8 @@ class Conv2dHelper(LayerHelper):
             if self.bias is not None:
                 rows = with_ones(rows)
             return add_moment(total, rows, scale)
+        if self.bias is None and path == "pointwise":
+            return add_moment(total, pointwise.rows(x, geometry), scale)
         if total is None:
             total = new_sum(self.groups, self.shape.in_features, widened(output_rows), zero=True)
         weights = total

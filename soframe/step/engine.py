@@ -57,6 +57,7 @@ class Engine:
         self.verdict = Verdict(self._parts.backend, curvature.counts)  # on the last step
         self.updates: Sequence[Update] = ()  # of the last step, for the moving optimizer
         self._effect = Effect(curvature)
+        self._present: Sequence[float] = ()  # see `Plan`, of the last step
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ class Engine:
                 stack.arrive()
         with ranges("agree"):
             plan = self._agree()
+        self._present = plan.present
         step = Step(
             curvature, plan, self.verdict, self._clipping, self.measuring, self._moving_optimizer
         )
@@ -107,6 +109,8 @@ class Engine:
             if not block.remembers and block.mass > 0 and block.solver.damps_factors
         ]
         with parts.home.shaped(parts.model.parameters()):
+            if self._present:
+                curvature.averaged_gradients.fill(self._present)
             curvature.solve_again(damped_blocks, damping)
             gradients = {
                 stack: gradient

@@ -175,19 +175,13 @@ class Step:
                 observed += 1
         if observed:
             numbers += _REACHED + _REACHED_BLOCK * observed
-        numbers += sum(work.parameters for work in self._flagged())
-        if self.local is not None:
+        flagged = [work for work, _ in self.pairs]  # one flag for each gradient
+        if self.local is None:
+            flagged = [work for work in flagged if not work.remembers]
+        else:
             numbers += len(self.local.rest) + self.local.idle
+        numbers += sum(work.parameters for work in flagged)
         return [self._agreed(_AGREED_BYTES * numbers)]
-
-    def _flagged(self) -> list[BlockWork]:
-        """Return the blocks whose gradients some ranks may lack: a flag for each gradient."""
-        every = [work for work, _ in self.pairs]
-        if self.local is not None:
-            return every
-        if any(work.shards for work in every):
-            return []
-        return [work for work in every if not work.remembers]
 
     def _stacked(self, pairs: Pairs, *, owners: bool = False) -> list[Stacked]:
         """Group blocks by stack, and by owner too for solves."""

@@ -131,7 +131,7 @@ class BlockWork:
 
     @property
     def remembers(self) -> bool:
-        """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
+        """Whether its updates depend on earlier gradients."""
         return bool(self.state) or not all(factor.captured for factor in self.factors)
 
     def is_resident(self, factor: int) -> bool:

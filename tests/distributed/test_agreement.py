@@ -150,8 +150,12 @@ def use_between_turns(rank: int, ranks: int, strategy: str) -> torch.Tensor:
         run.model.unused.zero_grad(set_to_none=False)
 
     for step in range(case.steps):
-        run.step(step, use if step == 1 and rank == 0 else None)
-    return run.weights()
+        run.step(step, use if step in (1, 5) and rank == 0 else None)
+    if rank == 1:
+        run.model.unused.zero_grad()
+    run.preconditioner.propose()
+    gradients = [parameter.grad for parameter in run.model.parameters()]
+    return torch.cat([run.weights(), nn.utils.parameters_to_vector(gradients)])
 
 
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
