@@ -86,8 +86,9 @@ class Curvature(OfModel):
     Vectors are dicts: the name of each parameter that has a block, as in ``named_parameters``, and
     a tensor ``[..., *shape]``; leading dimensions are several vectors.
 
-    `Preconditioner.curvature` is the curvature of training, at its last step. If the solver does
-    not decompose factors, as ``"inverse"``, their present averages are decomposed.
+    `Preconditioner.curvature` is the curvature of training, at its last step. Layers that were
+    frozen in that step keep their blocks, and have no part in products. If the solver does not
+    decompose factors, as ``"inverse"``, their present averages are decomposed.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -291,6 +292,7 @@ class Curvature(OfModel):
         self._known: Coordinates | None = None
         self._routing: Routing | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
+        self._covered = self.placed.trained()  # the blocks of products
         self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
         )
@@ -435,7 +437,7 @@ class Curvature(OfModel):
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Why parameters have no block, by name; one warning names those that are trained."""
+        """Why vectors lack parameters, by name; one warning names those that are trained."""
         return self._coordinates.left_out
 
     @property
@@ -446,7 +448,8 @@ class Curvature(OfModel):
     @property
     def _coordinates(self) -> Coordinates:
         if self._known is None:
-            self._known = Coordinates(self.parts.model, self.blocks, self._report)
+            trained = self._covered.blocks
+            self._known = Coordinates(self.parts.model, self.blocks, trained, self._report)
         return self._known
 
     def _operator(self, damping: float = 0.0, power: float = 1.0) -> Operator:
@@ -456,11 +459,11 @@ class Curvature(OfModel):
             _require_products(block.method for block in self.blocks)
             with torch.no_grad():
                 averages.settle(self.placed, self.placed.members(self.placed.captured))
-                self._spectra = spectra_of(self.placed)
+                self._spectra = spectra_of(self._covered)
             self._spectra_of = self.steps
         if self._spectra is None:
             raise RuntimeError("this curvature is not fitted: call fit() or load() before")
-        return Operator(self.placed, self._coordinates, self._spectra, damping, power)
+        return Operator(self._covered, self._coordinates, self._spectra, damping, power)
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -486,7 +489,7 @@ class Curvature(OfModel):
             self._routing = Routing.of(self.blocks)
         with building.silent(model.modules()):
             return sample_gradients(
-                model, self.placed, self._coordinates, loss, batch, precision, self._routing
+                model, self._covered, self._coordinates, loss, batch, precision, self._routing
             )
 
     # -- files --------------------------------------------------------------------------------

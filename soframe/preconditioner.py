@@ -216,6 +216,8 @@ class Preconditioner(OfModel):
         fisher, curvature = self._parts.fisher, self.curvature
         if fisher.kind == "empirical":
             return
+        if curvature.capture.is_idle and self.changed:
+            return  # layers that have just thawed have hooks from the next step on
         curvature.statistics.window.weigh(weight)
         fisher.observe(outputs, curvature.capture, self._parts.samples, curvature.steps)
 

@@ -9,11 +9,9 @@ from soframe.curvature import Curvature
 
 
 def covered(curvature: Curvature) -> dict[str, nn.Parameter]:
-    """Return the parameters that have a block, by name, in the order of the model."""
-    names = set[str]()
-    for of_block in curvature.names.values():
-        names.update(of_block.values())
-    return {name: p for name, p in curvature.parts.model.named_parameters() if name in names}
+    """Return the parameters that vectors have, by name, in the order of the model."""
+    named = curvature.parts.model.named_parameters()
+    return {name: p for name, p in named if name not in curvature.left_out}
 
 
 def values_of(curvature: Curvature) -> dict[str, Tensor]:

@@ -181,6 +181,28 @@ def test_an_observation_needs_a_forward_pass_of_a_layer() -> None:
             own.observe(output)
 
 
+def test_a_layer_that_has_just_thawed_is_observed_from_the_next_step_on() -> None:
+    """Alone: no layer that has hooks ran with gradients."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model[0].requires_grad_(False)
+    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
+        for step in range(3):
+            model[0].requires_grad_(step > 0)
+            model[2].requires_grad_(step == 0)
+            model.zero_grad()
+            output = model(randn(5, 3))
+            own.observe(output)
+            output.square().mean().backward()
+            raw = [parameter.grad for parameter in model.parameters()]
+            raw = [gradient.clone() for gradient in raw if gradient is not None]
+            own.step()
+            written = [parameter.grad for parameter in model.parameters()]
+            written = [gradient for gradient in written if gradient is not None]
+            assert len(raw) == len(written) == 2
+            is_raw = all(map(torch.equal, raw, written))
+            assert is_raw == (step == 1)
+
+
 def test_a_copied_model_is_not_observed() -> None:
     model = fill(deep())
     with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block, Stack
@@ -28,6 +29,7 @@ class PlacedBlocks:
 
     def __post_init__(self) -> None:
         self.rank = self.backend.rank  # this rank
+        self._places = dict(zip(self.blocks, self.placement.blocks, strict=True))
         stacks: list[Stack] = []
         for members in self.placement.stacks:
             blocks = [self.blocks[index] for index in members]
@@ -37,7 +39,13 @@ class PlacedBlocks:
         self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
 
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
-        return zip(self.blocks, self.placement.blocks, strict=True)
+        return zip(self.blocks, map(self._places.__getitem__, self.blocks), strict=True)
+
+    def trained(self) -> PlacedBlocks:
+        """Return the blocks that are trained, within the stacks of all."""
+        trained = copy(self)
+        trained.blocks = [block for block in self.blocks if not block.frozen]
+        return trained
 
     def members(self, blocks: Sequence[Block]) -> dict[Stack, tuple[int, ...]]:
         """Return the stacks of some blocks, in the order of all stacks, with their members."""

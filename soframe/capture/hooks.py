@@ -411,6 +411,11 @@ class Capture:
         self._finalizer()
         self.sink, self.names, self.closed = None, {}, True
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a probe would reach no layer: none was called since the last one."""
+        return self.probing and not (self.calls.watched or self._parameters)
+
     def probe(
         self,
         outputs: Sequence[Tensor],
@@ -428,7 +433,7 @@ class Capture:
         """
         calls = self.calls
         watched = calls.watched
-        if not (watched or self._parameters):
+        if self.is_idle:
             raise RuntimeError(
                 "no registered layer ran with gradients since the last probe: call it between "
                 "the model's forward pass and loss.backward()"

@@ -133,12 +133,13 @@ class AttentionHelper(LayerHelper):
         first = output[0] if isinstance(output, tuple) else output
         # Each weight's first group, by id.
         groups: dict[int, int] = {}
-        is_trained = False
+        is_trained = first.requires_grad
         for name, group in self._weights.items():
             weight = parameter_of(self.module, name)
             groups[id(weight)] = group
-            is_trained |= weight is not None and weight.requires_grad
-        if not (first.requires_grad and is_trained):
+            # The products with a frozen weight are not found. Its block changes in this step.
+            is_trained &= weight is not None and weight.requires_grad
+        if not is_trained:
             return []
         arguments = itertools.chain(args, kwargs.values())
         inputs = [x for x in arguments if isinstance(x, Tensor)]

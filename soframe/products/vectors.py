@@ -1,7 +1,8 @@
 """Vectors over the parameters of a model: tensors by name, or gradient matrices by block.
 
-A vector is a dict, as from ``named_parameters``: the name of each parameter that has a block, and a
-tensor ``[..., *shape]``. Leading dimensions are several vectors, the same for all names.
+A vector is a dict, as from ``named_parameters``: the name of each parameter that has a block and is
+trained, and a tensor ``[..., *shape]``. Leading dimensions are several vectors, the same for all
+names.
 """
 
 from __future__ import annotations
@@ -21,18 +22,28 @@ Matrices = Mapping[Block, Tensor]
 
 
 class Coordinates:
-    """The names and shapes of the parameters of a curvature, in the order of the model."""
+    """The names and shapes of the parameters of a curvature, in the order of the model.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], report: Report) -> None:
+    Blocks that are not among the ``trained`` ones have names, and no part in vectors.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], trained: Sequence[Block], report: Report
+    ) -> None:
         name_of = {parameter: name for name, parameter in model.named_parameters()}
         self.names: dict[Block, dict[str, str]] = {}  # by the names in the block
-        covered: set[nn.Parameter] = set()
+        # Why the other parameters have no part in vectors.
+        self.left_out = {row.parameter: row.reason for row in report if row.block is None}
         for block in blocks:
             self.names[block] = {key: name_of[p] for key, p in block.parameters.items()}
+            self.left_out.update(dict.fromkeys(self.names[block].values(), FROZEN))
+        self._trained = trained
+        covered: set[nn.Parameter] = set()
+        for block in trained:
             covered.update(block.parameters.values())
+            for name in self.names[block].values():
+                del self.left_out[name]
         self.shapes = {name: p.shape for p, name in name_of.items() if p in covered}
-        # Why the other parameters have no block.
-        self.left_out = {row.parameter: row.reason for row in report if row.block is None}
 
     @property
     def size(self) -> int:
@@ -99,7 +110,8 @@ class Coordinates:
         """Return the gradient matrices of a vector, see `leading`, in the dtype of their blocks."""
         leading = self.leading(vector)
         matrices = {}
-        for block, names in self.names.items():
+        for block in self._trained:
+            names = self.names[block]
             tensors: dict[str, Tensor] = {}
             for key, name in names.items():
                 tensor = sharding.whole(vector[name]).detach()

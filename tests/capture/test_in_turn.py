@@ -58,26 +58,36 @@ def dense() -> Trained:
     return trained
 
 
-def train(rank: int, ranks: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Train on a part of each batch, in two micro-batches, and go on from a state."""
+State = dict[str, Any]
+
+
+def train(
+    rank: int, ranks: int, options: dict[str, Any], steps: range, state: State | None = None
+) -> tuple[list[dict[str, Tensor]], State]:
+    """Train on a part of each batch, in two micro-batches, perhaps on from a state."""
     model, trained = build(), Trained()
+    if state is not None:
+        model.load_state_dict(state["model"])
     own = wrapped(model, ranks, options)
-    for step in range(STEPS):
-        if step == RESUMED:
-            state = own[1].state_dict()
-            again = build()
-            again.load_state_dict(copy.deepcopy(model.state_dict()))
-            own[1].close()
-            model, own = again, wrapped(again, ranks, options)
-            own[1].load_state_dict(state)
+    if state is not None:
+        own[1].load_state_dict(state["preconditioner"])
+    for step in steps:
         model.zero_grad()
         take_turns(model, step)
-        for batch in vectors(step).chunk(ranks)[rank].chunk(2):
-            (softplus(own[0](batch)) / 2).backward()
+        parts = vectors(step).chunk(ranks)[rank].chunk(2)
+        for batch in parts:
+            (softplus(own[0](batch)) / len(parts)).backward()
         own[1].step()
         trained.end_step(model)
+    state = {"model": model.state_dict(), "preconditioner": own[1].state_dict()}
     own[1].close()
-    return trained.gradients
+    return trained.gradients, copy.deepcopy(state)
+
+
+def train_twice(rank: int, ranks: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Train, and go on from the state."""
+    first, state = train(rank, ranks, options, range(RESUMED))
+    return first + train(rank, ranks, options, range(RESUMED, STEPS), state)[0]
 
 
 def wrapped(
@@ -97,13 +107,35 @@ STRATEGIES = ["comm-opt", "mem-opt", "sharded"]
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_statistics_of_parts_that_are_frozen_in_turn_stay(ranks: int, strategy: str) -> None:
     options = {"strategy": strategy}
-    results = [train(0, 1, options)] if ranks == 1 else run_ranks(train, ranks, options)
-    expected = dense().gradients
+    results = [train_twice(0, 1, options)]
+    if ranks > 1:
+        results = run_ranks(train_twice, ranks, options)
     for gradients in results:
-        for step, (got, want) in enumerate(zip(gradients, expected, strict=True)):
-            assert got.keys() == want.keys()
-            for name, gradient in want.items():
-                compare(got[name], gradient, f"step {step}: {name}")
+        check(gradients, dense().gradients)
+
+
+def check(gradients: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for step, (got, want) in enumerate(zip(gradients, expected, strict=True)):
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            compare(got[name], gradient, f"step {step}: {name}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("before", "after", "strategy"),
+    [(1, 2, "mem-opt"), (4, 2, "sharded"), (4, 2, "mem-opt"), (2, 1, "sharded")],
+)
+def test_parts_that_are_frozen_in_turn_go_on_on_other_ranks(
+    before: int, after: int, strategy: str
+) -> None:
+    options, expected = {"strategy": strategy}, dense().gradients
+    halfway = run_ranks(train, before, options, range(RESUMED))
+    for gradients, _ in halfway:
+        check(gradients, expected[:RESUMED])
+    state = halfway[0][1]
+    for gradients, _ in run_ranks(train, after, options, range(RESUMED, STEPS), state):
+        check(gradients, expected[RESUMED:])
 
 
 def test_a_frozen_part_is_solved_with_its_last_statistics_alone() -> None:

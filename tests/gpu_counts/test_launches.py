@@ -30,12 +30,12 @@ BOUNDS = {
         "soap": {"statistics": (92, 1), "solve": (360, 2)},
         "soap-muon": {"statistics": (95, 1), "solve": (180, 2)},
         "soap-normuon": {"statistics": (135, 1), "solve": (220, 2)},
-        "kfac": {"plain": (46, 0), "statistics": (240, 1), "solve": (380, 2)},
+        "kfac": {"plain": (46, 0), "statistics": (233, 1), "solve": (371, 2)},
     },
     # A layer has 16 operators in a step with statistics: one more in each exceeds these.
     "gpt2 --layers 3": {
         "adamw": {"plain": (10, 0)},
-        "kfac": {"plain": (46, 0), "statistics": (99, 1), "solve": (219, 2)},
+        "kfac": {"plain": (46, 0), "statistics": (89, 1), "solve": (209, 2)},
         "muon": {"plain": (80, 0)},
     },
     "resnet50": {"kfac": {"plain": (98, 0), "statistics": (450, 1), "solve": (699, 2)}},

@@ -471,3 +471,27 @@ def test_an_empty_batch_enters_no_average() -> None:
             found.append([factor.clone() for name in blocks(own) for factor in factors(own, name)])
     for before, after in zip(*found, strict=True):
         assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("frozen", [("q_proj_weight",), ("k_proj_weight", "v_proj_weight")])
+def test_a_projection_that_is_frozen_alone_leaves_the_others_their_statistics(
+    frozen: tuple[str, ...],
+) -> None:
+    """Without the bias's block from then on: its rows are those of all three projections."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, batch_first=True).double()
+    with closing(preconditioner(module, layers="all", decay=1e-9)) as own:
+        for step in range(3):
+            if step == 1:
+                for name in frozen:
+                    module.get_parameter(name).requires_grad_(False)
+            query, key, value = (randn(6, 2, size).double() for size in (4, 3, 5))
+            module.zero_grad()
+            module(query, key, value)[0].square().sum((1, 2)).mean().backward()
+            own.step()
+        inputs = {"q_proj_weight": query, "k_proj_weight": key, "v_proj_weight": value}
+        found = {block.name.rpartition(".")[2]: block for block in own.blocks}
+        assert "in_proj_bias" not in found
+        for name in inputs.keys() - set(frozen):
+            rows = inputs[name].flatten(0, 1)
+            compare(found[name].running["A"][0], rows.T @ rows / len(query), name, rtol=1e-7)
