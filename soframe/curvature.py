@@ -32,8 +32,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Solved
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Solved
 from soframe.blocks.registration import Choice, Registration
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.survey import plain_name

@@ -22,7 +22,6 @@ from soframe.blocks.block import Block, Solved
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.capture.untraced import untraced
 from soframe.checks.arguments import require_known
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
@@ -52,7 +51,7 @@ from soframe.state import saving as state
 from soframe.state.bound import OfModel
 from soframe.step import phases
 from soframe.step.clip import Clipping
-from soframe.step.engine import Engine
+from soframe.step.engine import Engine, untraced
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 

@@ -1,4 +1,4 @@
-"""Blocks, and stacks: blocks that are alike, as one batch of matrices.
+"""Blocks, and stacks: blocks that are alike, as one batch of matrices; `PlacedBlocks` has all.
 
 A block has its numbers (`Record`), its slices of the tensors of a stack, and its gradients.
 
@@ -12,6 +12,7 @@ blocks (*members*, ascending indices). Numbers that differ by block are in `Reco
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.arrangement import Arrangement, Members
 from soframe.blocks.spec import BlockSpec
+from soframe.comm.base import Backend
 from soframe.comm.fused import Pending
 from soframe.comm.packing import pack_triangle, packed_diagonal, unpack_triangle
 from soframe.kernels.devices import on_device, on_host
@@ -30,7 +32,10 @@ from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
 from soframe.methods.base import Method
 from soframe.specs import VALUE, FactorSpec, SecondOrder, State
+from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
+
+log = logging.getLogger("soframe")
 
 _IS_TRAINED = attrgetter("requires_grad")
 # Blocks that differ in one of these are updated by calls of their own.
@@ -438,6 +443,56 @@ class Stack(Arrangement[Block]):
                 else:
                     kept = dithered(tensor, kept.dtype, tensor.numel() // len(members), turn)
             self.state[name] = self.with_values(self.state.get(name), members, kept)
+
+
+@dataclass(eq=False)
+class PlacedBlocks:
+    """The blocks of a model, their placement on ranks, and the backend that sends their tensors.
+
+    Iterate for pairs of block and place.
+    """
+
+    blocks: Sequence[Block]
+    placement: Placement  # the owner, gradient workers and receivers of each block
+    backend: Backend  # the collectives between them
+    errors: list[Exception] = field(default_factory=list, repr=False)  # the first of this rank
+
+    def __post_init__(self) -> None:
+        self.rank = self.backend.rank  # this rank
+        stacks: list[Stack] = []
+        for members in self.placement.stacks:
+            blocks = [self.blocks[index] for index in members]
+            stacks.append(Stack(blocks, [self.placement.blocks[index] for index in members]))
+        self.stacks = tuple(stacks)  # the blocks that are alike, batched
+        self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
+        self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
+
+    def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
+        return zip(self.blocks, self.placement.blocks, strict=True)
+
+    def members(self, blocks: Sequence[Block]) -> dict[Stack, tuple[int, ...]]:
+        """Return the stacks of some blocks, in the order of all stacks, with their members."""
+        chosen = set(blocks)
+        members_of: dict[Stack, tuple[int, ...]] = {}
+        for stack in self.stacks:
+            members = tuple([i for i, block in enumerate(stack.blocks) if block in chosen])
+            if members:
+                members_of[stack] = members
+        return members_of
+
+    def keep(self, error: Exception, stack: Stack) -> None:
+        """Raise an error of the middle of a step; with other ranks keep it: they go on."""
+        if self.backend.alone:
+            raise error
+        if not self.errors:
+            names = ", ".join(block.name for block in stack.blocks)
+            error.add_note(
+                f"in the step before, of {names}: weights may differ between ranks since, so load "
+                f"the last checkpoint"
+            )
+            # Now too, since no status follows the last step.
+            log.error("soframe: rank %d", self.rank, exc_info=error)
+            self.errors.append(error)
 
 
 class RunningFactors(Mapping[str, Tensor]):

@@ -26,8 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block, Stack, unpack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack, unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
 from soframe.schedules import (

@@ -24,8 +24,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block, Stack, unpack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack, unpack
 from soframe.comm.agreement import start_sum
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, Pending, buckets, send, times

@@ -26,8 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Stack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
 from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler

@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Stack
+from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.blocks.home import GradientHome
-from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver, times
 from soframe.comm.shards import Split, scatter
