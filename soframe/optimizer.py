@@ -388,9 +388,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             self.preconditioner.forget()
             cast(dict[Any, Any], self.state)[KEY] = {}
         sharding.require_own_step(self._model.parameters())
-        self.preconditioner.step()
-        self._moved = {}
         engine = self.preconditioner.engine
+        with self.preconditioner.curvature.stepping():
+            engine.step()
+        self._moved = {}
         good = engine.verdict.good
         if good is not None or engine.verdict.taken:
             before: Mapping[nn.Parameter, Tensor] = {}

@@ -159,7 +159,7 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=9)
+            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=8)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
         turns_of_blocks = self._turns(placed, plan.solve_every)

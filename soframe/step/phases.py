@@ -13,8 +13,9 @@ time and the traffic under its name, and plans add its seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -22,9 +23,12 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.curvature import Curvature
 from soframe.diagnostics.metrics import Measuring
+from soframe.estimate import averages
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import UNDAMPED, Plan
 from soframe.estimate.updates import Update, exchange
+from soframe.kernels.precision import within
+from soframe.schedules import NEVER
 from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipping, clip_updates
 from soframe.step.verdict import Verdict
@@ -114,6 +118,13 @@ class Phase:
 # -- the phases of soframe ------------------------------------------------------------------------
 
 
+def reduce(step: Step) -> None:
+    """Reduce the sums of the window, and average them into the running factors."""
+    plan = step.plan
+    assert plan.weights is not None
+    step.curvature.statistics.fold(plan.weights, plan.decay, plan.step)
+
+
 def average(step: Step) -> None:
     """Read the averaged gradients, and note the blocks that missed their turn for statistics."""
     curvature, plan = step.curvature, step.plan
@@ -124,6 +135,33 @@ def average(step: Step) -> None:
     if curvature.placed.captured and not is_dropped:
         refresh = curvature.parts.refresh
         refresh.note_missed_turns(curvature.placed, due, step.gradients, plan.step)
+
+
+def observe(step: Step, *, after: bool = False) -> None:
+    """Average statistics of the gradients, before updates are made or ``after``."""
+    averages.observe(step.curvature.placed, step.gradients, step.plan, after=after)
+
+
+def solve(step: Step, *, after: bool = False) -> None:
+    """Solve the blocks that are due, before updates are made or ``after`` they are written."""
+    curvature, plan = step.curvature, step.plan
+    parts, placed = curvature.parts, curvature.placed
+    # Blocks whose factors have changed: second-order data may be refreshed without a solve.
+    changed: Collection[Block] = ()
+    if plan.weights is not None and not after:
+        changed = curvature.statistics.window.due
+    due: Sequence[Block] = ()
+    if plan.solve_every != NEVER:  # else `Curvature.solve` is called for it
+        due = parts.refresh.due(placed, plan, after=after)
+    with within("full"):
+        parts.solves.advance(
+            placed,
+            due,
+            damping=plan.damping,
+            counters=curvature.counts,
+            step=plan.step,
+            changed=changed,
+        )
 
 
 def direct(step: Step) -> None:
@@ -213,18 +251,11 @@ def skip(step: Step) -> None:
 
 
 PHASES = [
-    Phase("reduce", lambda step: step.curvature.fold(step.plan), when="statistics"),
+    Phase("reduce", reduce, when="statistics"),
     Phase("average", average),
     # A gradient that is not finite would stay in the averages for ever.
-    Phase(
-        "observe",
-        lambda step: step.curvature.observe(step.gradients, step.plan),
-        when="finite",
-        is_range=False,
-    ),
-    Phase(
-        "solve", lambda step: step.curvature.solve_due(step.plan), is_range=False, within=("share",)
-    ),
+    Phase("observe", observe, when="finite", is_range=False),
+    Phase("solve", solve, is_range=False, within=("share",)),
     Phase("direct", direct, is_range=False),
     Phase("exchange", lambda step: exchange(step.curvature.placed, step.updates), is_range=False),
     # Late: the device has computed the flags while the host queued the work before.
@@ -232,20 +263,10 @@ PHASES = [
     Phase("clip", clip, when="finite", is_range=False),
     # Before `write`: gradient matrices may be views of the memory that it overwrites.
     Phase("measure", measure, is_range=False),
-    Phase(
-        "observe",
-        lambda step: step.curvature.observe(step.gradients, step.plan, after=True),
-        when="counts",
-        is_range=False,
-    ),
+    Phase("observe", partial(observe, after=True), when="counts", is_range=False),
     Phase("write", write, when="counts"),
     Phase("write", skip, when="discarded", is_range=False),
-    Phase(
-        "solve",
-        lambda step: step.curvature.solve_due(step.plan, after=True),
-        when="counts",
-        is_range=False,
-    ),
+    Phase("solve", partial(solve, after=True), when="counts", is_range=False),
 ]
 """The phases after the agreement, in order."""
 
