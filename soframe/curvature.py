@@ -292,16 +292,21 @@ class Curvature(OfModel):
         scale = Scale(parts.scaling, parts.loss_average, size, probed)
         if parts.means:
             scale = OfMeans(loss_average="sum", world_size=size, own_gradients=probed)
+        has_scale = parts.loss_scale.is_given or parts.stages.backend is not None
         self.statistics = Accumulator(  # the sums of the window under way
             self.placed,
             scale=scale,
             samples=parts.samples,
-            scale_reader=lambda: parts.stages.scaled(parts.loss_scale.reader()),
+            scale_reader=self._scale_reader if has_scale else None,
             capture=self.capture,
             sampler=parts.sampler,
             stage_of=parts.stages.stage_of,
         )
         self.statistics.listen(parts.stages.roots(parts.model))
+
+    def _scale_reader(self) -> Callable[[], float]:
+        """Return a function for the factor by which the loss of a backward pass is multiplied."""
+        return self.parts.stages.scaled(self.parts.loss_scale.reader())
 
     # -- fit ----------------------------------------------------------------------------------
 

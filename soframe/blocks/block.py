@@ -254,9 +254,15 @@ class Stack(Arrangement[Block]):
     stays valid. Factors and accumulators change in place.
     """
 
-    def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        places: Sequence[BlockPlacement],
+        held: Sequence[bool] = (),
+    ) -> None:
         super().__init__(blocks)
         self.places, self.place = tuple(places), places[0]  # they differ in owners alone
+        self.held = held  # by factor, whether this rank holds the running one
         self._factors: dict[str, Tensor] = {}
         self.lower: set[str] = set()  # factors that are valid in the lower triangle alone
         self.accumulators: dict[str, Tensor] = {}  # deferred statistics, packed
@@ -462,7 +468,9 @@ class PlacedBlocks:
         stacks: list[Stack] = []
         for members in self.placement.stacks:
             blocks = [self.blocks[index] for index in members]
-            stacks.append(Stack(blocks, [self.placement.blocks[index] for index in members]))
+            places = [self.placement.blocks[index] for index in members]
+            held = [places[0].holds(self.rank, i) for i in range(len(blocks[0].factors))]
+            stacks.append(Stack(blocks, places, held))
         self.stacks = tuple(stacks)  # the blocks that are alike, batched
         self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
         self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors

@@ -76,7 +76,7 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
     for term in terms:
         # As kfac-pytorch's averages, which start from the identity.
         if identity or term.factor.starts:
-            _start(term.stack, term.members, term.index, backend.rank)
+            _start(term.stack, term.members, term.index)
         _increase_masses(term, decay)
         if term.stack.place.deferred:
             _accumulate(term, decay, backend.rank)
@@ -91,26 +91,26 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
 
 def _reduce(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
     """Begin to sum terms over ranks; terms of one rank alone are averaged at once."""
-    backend = placed.backend
-    sums = {_sum(term): term for term in terms}
-    for pending in add_up(backend, list(sums), "reduce"):
-        held: list[tuple[Term, Sum]] = []
-        waiting: dict[Stack, None] = {}
-        for total in pending.sums:
-            term = sums[total]
-            waiting[term.stack] = None
-            if term.stack.place.holds(backend.rank, term.index):
-                held.append((term, total))
-        entry = _then_average(placed, pending, held)
-        # Ranks that only send wait too: until then the engine keeps their buffer.
-        for stack in waiting:
-            stack.pending.append(entry)
+    sums: dict[Sum, Term] = {}
     alone: list[Term] = []
-    for total, term in sums.items():
-        is_held = term.stack.place.holds(backend.rank, term.index)
-        if is_held and len(total.reduction.group) < 2:
-            term.tensor = total.tensor
+    for term in terms:
+        if len(term.stack.place.reductions[term.index].group) > 1:
+            sums[_sum(term)] = term
+        elif term.stack.held[term.index]:
             alone.append(term)
+    if sums:
+        for pending in add_up(placed.backend, list(sums), "reduce"):
+            held: list[tuple[Term, Sum]] = []
+            waiting: dict[Stack, None] = {}
+            for total in pending.sums:
+                term = sums[total]
+                waiting[term.stack] = None
+                if term.stack.held[term.index]:
+                    held.append((term, total))
+            entry = _then_average(placed, pending, held)
+            # Ranks that only send wait too: until then the engine keeps their buffer.
+            for stack in waiting:
+                stack.pending.append(entry)
     average(placed, alone)
 
 
@@ -345,14 +345,14 @@ def _average_observed(
         if factor.captured:
             continue
         if factor.starts:
-            _start(stack, members, index, placed.rank)
+            _start(stack, members, index)
         term = Term(stack, members, index, None, turn=plan.step)
         _increase_masses(term, plan.decay)
         if not stack.like.captured:
             for block in term.blocks:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
-        if stack.place.holds(placed.rank, index):
+        if stack.held[index]:
             term.tensor = factors[factor.name].to(stack.like.dtype)
             average(placed, [term])
 
@@ -421,7 +421,7 @@ def _settled_terms(
     totals: list[tuple[Term, Tensor | None]] = []
     for summed, term in sums.items():
         total, stack, factor = None, term.stack, term.factor
-        if stack.place.holds(backend.rank, term.index):
+        if stack.held[term.index]:
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
             total = summed.packed()
             masses: list[float] = []
@@ -466,7 +466,7 @@ def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
     return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
 
 
-def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
+def _start(stack: Stack, members: Iterable[int], index: int) -> None:
     """Start averages without statistics: by their kind, from the identity, or else from ones."""
     factor = stack.like.factors[index]
     new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
@@ -474,7 +474,7 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
     numbers = factor.groups if factor.mean_over == "group rows" else 1
     for member in new:
         stack.blocks[member].record.masses[factor.name] = tuple([1.0] * numbers)
-    if not new or not stack.place.holds(rank, index):
+    if not new or not stack.held[index]:
         return
     start = _initial(factor, stack.like)
     start = start.repeat(len(new), *repeat(1, start.dim() - 1))

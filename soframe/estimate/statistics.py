@@ -70,8 +70,9 @@ class Accumulator:
         *,
         scale: Scale,
         samples: Samples,  # the terms that the loss averages over, unless declared for the batch
-        # Returns a function for the factor by which the loss of a backward pass is multiplied.
-        scale_reader: Callable[[], Callable[[], float]],
+        # Returns a function for the factor by which the loss of a backward pass is multiplied; None
+        # for losses as they are.
+        scale_reader: Callable[[], Callable[[], float]] | None,
         capture: Capture,
         sampler: Sampler,
         # The index of the pipeline stage of a block: all stages have equally many backward passes.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.blocks.home import GradientHome
 from soframe.comm.base import Backend
-from soframe.comm.fused import Parcel, deliver, times
+from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of, parcel_of
@@ -162,12 +162,12 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     if len(group) == 1:
         return None
     like = stack.like
-    specs: tuple[TensorSpec, ...] = (TensorSpec(stack.shape_of(active)),)
+    specs, blocks = [TensorSpec(stack.shape_of(active))], 1
     if like.parcel:
-        specs = times(like.parcel.values(), len(active))
-    parcel = Parcel(worker, group, specs, dtype=like.dtype, device=like.device)
+        specs, blocks = list(like.parcel.values()), len(active)
+    parcel = Parcel(worker, group, specs, like.dtype, like.device, blocks=blocks)
     if worker == backend.rank:
-        parcel.tensors = _sent(stack, active, updates, specs)
+        parcel.tensors = _sent(stack, active, updates, parcel.stacked)
     return _Sending(stack, active, parcel)
 
 

@@ -161,9 +161,10 @@ class Engine:
         statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._prepare()
         report, unread, error = self._report(plan, common, error)
-        # Reports are reduced over the stages of a model first.
-        of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
-        report, error = parts.stages.put_together(report, of_stages, error)
+        if parts.stages.backend is not None:
+            # Reports are reduced over the stages of a model first.
+            of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
+            report, error = parts.stages.put_together(report, of_stages, error)
         bad_here = report.bad_gradient > 0
         # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
@@ -175,12 +176,16 @@ class Engine:
             bad_statistics=float(bad_statistics),
             # Of the whole model: passes that did not reach a stage count there, too.
             weights=statistics.weights((int(report.passes), int(report.samples))),
-        ).over_ranks(parts.backend)
+        )
+        if parts.backend.world_size > 1:
+            total = total.over_ranks(parts.backend)
         # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
             require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
-        parts.stages.raise_on_all_stages(self._disagreement(total, common))
-        parts.solves.land_if_finished(total.waits)
+        with parts.stages.together():  # all stages raise together
+            self._require_agreement(total, common)
+        if total.waits:
+            parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed + sum(total.changed_anywhere) > 0:
             self._rebuild(changed=total.changed > 0)
@@ -303,21 +308,17 @@ class Engine:
         )
         return report, unread, error
 
-    def _disagreement(self, report: Report, common: Mapping[str, object]) -> Exception | None:
-        """Return the error that stops the copies of this stage, the same on all, or None."""
+    def _require_agreement(self, report: Report, common: Mapping[str, object]) -> None:
+        """Raise an error that stops the copies of this stage, the same on all."""
         backend = self._parts.backend
-        try:
-            if report.common:
-                require_common(backend, common, report.common)
-            # In such a step hooks and gradients are not compared.
-            unusual = [*report.changed_anywhere, report.bad_gradient, report.bad_statistics]
-            if report.changed:
-                require_all_ranks(backend, report.changed)
-            elif not any(unusual):
-                self._effect.require(report.reached)
-        except Exception as error:  # of any kind: all stages raise together
-            return error
-        return None
+        if report.common:
+            require_common(backend, common, report.common)
+        # In such a step hooks and gradients are not compared.
+        unusual = [*report.changed_anywhere, report.bad_gradient, report.bad_statistics]
+        if report.changed:
+            require_all_ranks(backend, report.changed)
+        elif not any(unusual):
+            self._effect.require(report.reached)
 
     def _rebuild(self, *, changed: bool) -> None:
         """Register the model anew if it has changed, before any stage continues."""
