@@ -220,6 +220,11 @@ class Block(BlockSpec):
         at = self.record.statistics_at
         return all(at.get(name, step) <= step for name, step in self.record.solved_at.items())
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter of the block has a gradient."""
+        return bool(self.home.of(self.parameters.values()))
+
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
@@ -291,6 +296,12 @@ class Stack(Arrangement[Block]):
         if self.like.method.starts_at_once or not self.like.tensors:
             return members
         return [member for member in members if self.blocks[member].solved]
+
+    def used(self) -> tuple[int, ...]:
+        """Return the blocks with a gradient."""
+        if len(self.like.home.of(self.parameters)) == len(self.parameters):
+            return self.all
+        return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
@@ -472,6 +483,8 @@ class PlacedBlocks:
             held = [places[0].holds(self.rank, i) for i in range(len(blocks[0].factors))]
             stacks.append(Stack(blocks, places, held))
         self.stacks = tuple(stacks)  # the blocks that are alike, batched
+        # Those with factors of averaged gradients.
+        self.observing = tuple(stack for stack in stacks if stack.like.observes)
         self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
         self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
 

@@ -30,7 +30,7 @@ from soframe.blocks.block import Block, PlacedBlocks, Stack, unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
-from soframe.estimate.gradients import Gradient, Gradients
+from soframe.estimate.gradients import Gradient
 from soframe.estimate.plan import Plan
 from soframe.kernels.devices import along_first, sent
 from soframe.layers.layout import BlockShape
@@ -269,29 +269,24 @@ def _accumulate(term: Term, decay: float, rank: int) -> None:
             view.add_(part, alpha=1 - decay)
 
 
-def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bool) -> None:
-    """Average statistics of the averaged gradients into running factors; every rank must call.
+def observe(placed: PlacedBlocks, stack: Stack, gradient: Gradient | None, plan: Plan) -> None:
+    """Average statistics of a stack's averaged gradients into running factors, on every rank.
 
-    All gradient workers compute the same statistics, so nothing is sent. Methods that wait for the
-    updates (`refreshes_after`) are called with ``after``. Blocks without statistics take their
-    first ones in any step, and so do blocks that had no gradient when these were last due; the
-    others if they are due.
+    All gradient workers compute the same statistics, so nothing is sent. Blocks without statistics
+    take their first ones in any step, and so do blocks that had no gradient when these were last
+    due; the others if they are due.
     """
-    for stack in placed.stacks:
-        like, gradient = stack.like, gradients.get(stack)
-        if not like.observes or like.method.refreshes_after != after:
-            continue
-        if plan.observes and not like.captured:
-            _mark_missed(stack, gradient)
-        if gradient is None:
-            continue
-        for chosen in stack.alike(_due_members(stack, gradient, plan)):
-            matrix = gradient.of(stack, chosen)
-            factors: Mapping[str, Tensor] = {}
-            with placed.backend.phases("observe"):
-                if matrix is not None and placed.rank in stack.place.gradient_workers:
-                    factors = _statistics(placed, stack, chosen, matrix)
-                _average_observed(placed, stack, chosen, factors, plan)
+    if plan.observes and not stack.like.captured:
+        _mark_missed(stack, gradient)
+    if gradient is None:
+        return
+    for chosen in stack.alike(_due_members(stack, gradient, plan)):
+        matrix = gradient.of(stack, chosen)
+        factors: Mapping[str, Tensor] = {}
+        with placed.backend.phases("observe"):
+            if matrix is not None and placed.rank in stack.place.gradient_workers:
+                factors = _statistics(placed, stack, chosen, matrix)
+            _average_observed(placed, stack, chosen, factors, plan)
 
 
 def _due_members(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
@@ -360,7 +355,8 @@ def _average_observed(
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
     """Reduce deferred statistics of some blocks into running factors; every rank must call."""
     for stack in members:
-        stack.arrive()
+        if stack.pending:
+            stack.arrive()
     if not (due := _deferred(members)):
         return
     for term, total in _settled_terms(placed.backend, due, "reduce"):

@@ -239,15 +239,27 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     for same in alike.values():
         like, damping = same[0].stack.like, same[0].damping
         if len(same) == 1:
-            shares[same[0]] = like.shares(same[0].traces, damping)
+            shares[same[0]] = _split_damping(like, same[0].traces, damping)
             continue
         # One tensor for each factor, [groups of all runs]: first the traces, then the shares.
         traces_of_factors = zip(*[run.traces for run in same], strict=True)
-        joint_shares = like.shares(list(map(torch.cat, traces_of_factors)), damping)
+        joint_traces = list(map(torch.cat, traces_of_factors))
+        joint_shares = _split_damping(like, joint_traces, damping)
         groups = [len(run.traces[0]) for run in same]
         shares_of_runs = zip(*[share.split(groups) for share in joint_shares], strict=True)
         shares.update(zip(same, map(list, shares_of_runs), strict=True))
     return [shares[run] for run in runs]
+
+
+def _split_damping(like: Block, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+    """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
+    # Each solver splits the block's damping over all of its factors together.
+    shares = list(traces)
+    for solver, numbers in like.solvers:
+        split = solver.shares([traces[number] for number in numbers], damping)
+        for number, share in zip(numbers, split, strict=True):
+            shares[number] = share
+    return shares
 
 
 @dataclass(eq=False)

@@ -78,14 +78,14 @@ class Accumulator:
         # The index of the pipeline stage of a block: all stages have equally many backward passes.
         stage_of: Callable[[Block], int],
     ) -> None:
-        self._placed = placed
+        self._placed, self._pairs = placed, tuple(placed)
         # By block: the factors to which this rank contributes, and those that read inputs.
         self._contributed: dict[Block, list[FactorSpec]] = {}
         self._readers: dict[Block, set[str]] = {}
         # Layers whose inputs are needed along with every probe's rows.
         rereading: list[LayerHelper] = []
         self._block_of: dict[LayerHelper, Block] = {}
-        for block, place in placed:
+        for block, place in self._pairs:
             self._contributed[block], self._readers[block] = [], set()
             for index, factor in enumerate(block.factors):
                 if not factor.captured or not place.contributes(placed.rank, index):
@@ -350,7 +350,7 @@ class Accumulator:
         self._last_counts = None
         if not self.window.due:
             return numbers
-        for block, place in self._placed:
+        for block, place in self._pairs:
             if block not in self.window.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
@@ -387,7 +387,7 @@ class Accumulator:
         window.forget_inputs()
         numbers = iter(weights)
         used: dict[Block, Weights] = {}
-        for block, place in self._placed:
+        for block, place in self._pairs:
             if block in window.due:
                 total = weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.

@@ -259,7 +259,7 @@ class Window:
             elif not mark.fits(gradient, block.home.version(mark.parameter, gradient)):
                 changed[block] = gradient
         # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
-        if not any_nonzero(list(changed.values())):
+        if changed and not any_nonzero(list(changed.values())):
             zeroed += changed.keys()
         if zeroed:
             self._drop(zeroed, number)
@@ -359,8 +359,8 @@ def _add_tensor(moment: Tensor, total: Tensor | None, scale: float) -> Tensor:
 
 def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
-    for parameter in block.parameters.values():
-        gradient = block.home.read(parameter)
+    parameters = list(block.parameters.values())
+    for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
         if gradient is not None:
             storage = None
             if not gradient.is_sparse:

@@ -216,13 +216,14 @@ class Engine:
         refresh, window = parts.refresh, curvature.statistics.window
         gradients = curvature.averaged_gradients
         try:
-            self._effect.begin(window)  # its error names a framework that sharded parameters
+            self._effect.begin(window)
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             gradients.check()
             curvature.statistics.require_counted(stacklevel=7)
-            probed = curvature.capture.probing
-            parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
+            if parts.loss_scale.is_given or window.calls.half:
+                probed = curvature.capture.probing
+                parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
             plan = Plan(
                 step=step,
                 damping=damping_at(parts.damping, step),
@@ -347,8 +348,8 @@ class Engine:
         if parts.backend.wire_device(torch.device("cpu")).type != "cpu":
             return False
         # Blocks without statistics take their first ones in any step.
-        for stack in curvature.placed.stacks:
-            if not stack.like.observes or stack.like.method.refreshes_after:
+        for stack in curvature.placed.observing:
+            if stack.like.method.refreshes_after:
                 continue
             if plan.observes or any(block.is_overdue for block in stack.blocks):
                 return False

@@ -23,7 +23,7 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.curvature import Curvature
 from soframe.diagnostics.metrics import Measuring
-from soframe.estimate import averages
+from soframe.estimate import averages, updates
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import UNDAMPED, Plan
 from soframe.estimate.updates import Update, exchange
@@ -139,7 +139,10 @@ def average(step: Step) -> None:
 
 def observe(step: Step, *, after: bool = False) -> None:
     """Average statistics of the gradients, before updates are made or ``after``."""
-    averages.observe(step.curvature.placed, step.gradients, step.plan, after=after)
+    placed = step.curvature.placed
+    for stack in placed.observing:
+        if stack.like.method.refreshes_after == after:
+            averages.observe(placed, stack, step.gradients.get(stack), step.plan)
 
 
 def solve(step: Step, *, after: bool = False) -> None:
@@ -196,11 +199,10 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
     if step.moving_optimizer is not None and not step.moving_optimizer.selects():
         return False
     # The flag is on one device.
-    stacks = curvature.placed.stacks
-    if len({stack.like.device for stack in stacks}) != 1:
+    if len({stack.like.device for stack in curvature.placed.stacks}) != 1:
         return False
     # The host decides whether averaged gradients enter running factors.
-    if any(stack.like.observes for stack in stacks):
+    if curvature.placed.observing:
         return False
     # The host decides on first updates, too.
     return all(block.record.updates > 0 for block in blocks)
@@ -234,11 +236,12 @@ def measure(step: Step) -> None:
 
 def write(step: Step) -> None:
     """Overwrite the gradients, unless an optimizer moves the weights, and store new states."""
-    curvature = step.curvature
+    parts, verdict = step.curvature.parts, step.verdict
     if step.moving_optimizer is None:
-        parts = curvature.parts
-        step.verdict.write(step.updates, parts.model.parameters(), parts.home)
-    step.verdict.commit(step.updates)
+        if verdict.good is not None:
+            verdict.zero_if_bad(step.updates, parts.model.parameters(), parts.home)
+        updates.write(step.updates, parts.home)
+    verdict.commit(step.updates)
 
 
 def skip(step: Step) -> None:

@@ -24,7 +24,7 @@ from soframe.blocks.home import GradientHome
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.plan import UNDAMPED, Plan
-from soframe.estimate.updates import Update, write
+from soframe.estimate.updates import Update
 from soframe.kernels.devices import Reading, on_gpu
 
 SKIPPED_UPDATES, SKIPPED_STATISTICS = "skipped_updates", "skipped_statistics"
@@ -256,23 +256,22 @@ class Verdict:
         if plan.finite is not False:  # bad gradients are counted already, and updates are not
             self.counts[SKIPPED_UPDATES] += 1
 
-    def write(
+    def zero_if_bad(
         self, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome
     ) -> None:
-        """Overwrite the gradients with the updates, or with zeros where the device finds them bad.
+        """Zero updates, and gradients that have none, if the flag on the device says so.
 
         The host takes the step as one that counts until `settle`.
         """
-        if self.good is not None:
-            written: set[nn.Parameter] = set()
-            tensors: list[Tensor] = []
-            for update in updates:
-                tensors += update.tensors()
-                for block in update.blocks:
-                    written.update(block.parameters.values())
-            tensors += home.of(p for p in parameters if p not in written)
-            keep_if(self.good, tensors)
-        write(updates, home)
+        assert self.good is not None
+        written: set[nn.Parameter] = set()
+        tensors: list[Tensor] = []
+        for update in updates:
+            tensors += update.tensors()
+            for block in update.blocks:
+                written.update(block.parameters.values())
+        tensors += home.of(p for p in parameters if p not in written)
+        keep_if(self.good, tensors)
 
     def commit(self, updates: Sequence[Update]) -> None:
         """Store the new states, and count the updates; every rank must call."""
