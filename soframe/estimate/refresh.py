@@ -162,7 +162,9 @@ class Refresh:
             self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=8)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
-        turns_of_blocks = self._turns(placed, plan.solve_every)
+        turns_of_blocks: Sequence[int] = [0] * len(placed.blocks)
+        if self.stagger:
+            turns_of_blocks = self._turns(placed, plan.solve_every)
         for block, turn_of_block in zip(placed.blocks, turns_of_blocks, strict=True):
             if not block.tensors or block.method.refreshes_after != after:
                 continue
@@ -172,9 +174,7 @@ class Refresh:
         return due
 
     def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
-        """Return the step of the interval at which each block is solved."""
-        if not self.stagger:
-            return [0] * len(placed.blocks)
+        """Return the step of the interval at which each block is solved, spread over it."""
         # The balance is computed once per placement and interval.
         if self._last_turns_for != (placed.placement, every):
             self._last_turns_for = (placed.placement, every)

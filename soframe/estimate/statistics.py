@@ -200,11 +200,13 @@ class Accumulator:
         else:
             # Several probes go through the same call, whose samples and inputs count once.
             is_repeated = not probe.first
+        tally = self.window.tallies[block]
         if not is_repeated:
-            counts, weight = self.window.tallies[block].counts, users * self.window.weight
-            counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
+            weight = users * self.window.weight
+            tally.counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
-        factors = self._gathered(block)
+        # Those to which this rank contributes in this window.
+        factors = [f for f in self._contributed[block] if f.name in tally.gathered]
         if factors and data_sizes[1] > 0:
             scale = self._scale.call(
                 helper.module, backward.samples, batch, shared, loss_scale, users
@@ -212,11 +214,6 @@ class Accumulator:
             with self._placed.backend.phases("accumulate"):
                 for part, part_rows, part_data in _split(factors, rows, data):
                     self._sum(block, part, call, part_rows, part_data, scale, is_repeated)
-
-    def _gathered(self, block: Block) -> list[FactorSpec]:
-        """Return the factors of a block to which this rank contributes in this window."""
-        names = self.window.tallies[block].gathered
-        return [factor for factor in self._contributed[block] if factor.name in names]
 
     def _lacks_batch(
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
