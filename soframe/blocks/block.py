@@ -480,8 +480,7 @@ class PlacedBlocks:
         for members in self.placement.stacks:
             blocks = [self.blocks[index] for index in members]
             places = [self.placement.blocks[index] for index in members]
-            held = [places[0].holds(self.rank, i) for i in range(len(blocks[0].factors))]
-            stacks.append(Stack(blocks, places, held))
+            stacks.append(Stack(blocks, places, places[0].held_by(self.rank)))
         self.stacks = tuple(stacks)  # the blocks that are alike, batched
         # Those with factors of averaged gradients.
         self.observing = tuple(stack for stack in stacks if stack.like.observes)

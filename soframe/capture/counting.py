@@ -14,7 +14,6 @@ in whichever order backward passes come.
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -451,8 +450,8 @@ class Passes:
                 f"one backward pass went through {len(sizes)} forward passes (of {several} "
                 f"samples), whose loss is taken for a mean over {samples} terms"
             )
-        roots = [batch.root for batch in backward.batches if batch.root.question]
-        for question in map(self._question_of, roots, itertools.repeat(samples)):
+        for batch in backward.batches:
+            question = self._question_of(batch.root, samples)
             if question is not None:
                 return question
         if samples != 1:
@@ -469,7 +468,7 @@ class Passes:
 
     def _question_of(self, root: Sight, samples: int) -> str | None:
         """Return the question that inputs and outputs leave open, with the number that is taken."""
-        if self.samples == "positions":
+        if not root.question or self.samples == "positions":
             return None
         number = f"{samples} {'tokens' if root.by_token else 'samples'}"
         if root.asks_of_tokens:

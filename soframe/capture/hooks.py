@@ -744,6 +744,12 @@ class Capture:
 
     # -- backward ---------------------------------------------------------------------------------
 
+    def _on_loss(self, helper: LayerHelper) -> None:
+        """Record that a backward pass of the loss has reached a layer."""
+        if self.enabled and helper in self.names:
+            self.calls.enter(self._on_end)
+            self.calls.reached.add(helper)
+
     def _on_end(self) -> None:
         """Close a backward pass, and pass on the layers that it has reached."""
         calls = self.calls
@@ -821,9 +827,8 @@ class _Pending:
             return
         # autograd.grad passes through here without adding to any parameter's gradient.
         is_of_loss = capture._probe is None and any(map(_accumulates, self.accumulators))
-        if is_of_loss and capture.enabled and self.helper in capture.names:
-            capture.calls.enter(capture._on_end)
-            capture.calls.reached.add(self.helper)
+        if is_of_loss:
+            capture._on_loss(self.helper)
         is_wanted = is_of_loss
         if capture.probing:
             # Nodes, which receive a tuple, have calls inside modules: `probe` brings them theirs.

@@ -355,8 +355,7 @@ def _average_observed(
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
     """Reduce deferred statistics of some blocks into running factors; every rank must call."""
     for stack in members:
-        if stack.pending:
-            stack.arrive()
+        stack.arrive()
     if not (due := _deferred(members)):
         return
     for term, total in _settled_terms(placed.backend, due, "reduce"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block, PlacedBlocks
@@ -35,7 +35,7 @@ class Refresh:
     # The interval of statistics of calls in the window under way, agreed on by all ranks.
     coming: int = field(init=False, repr=False)
     # The turns of the blocks, and the placement and the interval that they are for.
-    _last_turns: Sequence[int] = field(default=(), repr=False)
+    _last_turns: Mapping[Block, int] = field(default_factory=dict, repr=False)
     _last_turns_for: tuple[object, ...] = field(default=(), repr=False)
     _warned_of: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
@@ -162,23 +162,22 @@ class Refresh:
             self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=8)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
-        turns_of_blocks: Sequence[int] = [0] * len(placed.blocks)
-        if self.stagger:
-            turns_of_blocks = self._turns(placed, plan.solve_every)
-        for block, turn_of_block in zip(placed.blocks, turns_of_blocks, strict=True):
-            if not block.tensors or block.method.refreshes_after != after:
+        turn_of = self._turns(placed, plan.solve_every) if self.stagger else {}
+        for block in placed.solvable:
+            if block.method.refreshes_after != after:
                 continue
-            is_turn = turn == turn_of_block and not block.rests
+            is_turn = turn == turn_of.get(block, 0) and not block.rests
             if (is_turn or not block.solved) and block.mass > 0:
                 due.append(block)
         return due
 
-    def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
+    def _turns(self, placed: PlacedBlocks, every: int) -> Mapping[Block, int]:
         """Return the step of the interval at which each block is solved, spread over it."""
         # The balance is computed once per placement and interval.
         if self._last_turns_for != (placed.placement, every):
             self._last_turns_for = (placed.placement, every)
-            self._last_turns = turns(placed.placement, every)
+            numbers = turns(placed.placement, every)
+            self._last_turns = dict(zip(placed.blocks, numbers, strict=True))
         return self._last_turns
 
 

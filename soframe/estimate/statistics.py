@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,6 @@ from soframe.estimate.averages import Term, by_group, enter
 from soframe.estimate.window import Tally, Window
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper
-from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import Contribution, Counts, Multipliers, Scale
@@ -97,6 +96,7 @@ class Accumulator:
             if block.has_rows_by_group or block.reads_both:
                 rereading += block.helpers
         self._rereading = frozenset(rereading)
+        self._sharing = _may_share(self._block_of)
         # Layers whose inputs are needed on this rank in the window under way.
         self._reading: set[LayerHelper] = set()
         self._capture, self._sampler = capture, sampler
@@ -200,13 +200,11 @@ class Accumulator:
         else:
             # Several probes go through the same call, whose samples and inputs count once.
             is_repeated = not probe.first
-        tally = self.window.tallies[block]
         if not is_repeated:
-            weight = users * self.window.weight
-            tally.counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
+            counts, weight = self.window.tallies[block].counts, users * self.window.weight
+            counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
-        # Those to which this rank contributes in this window.
-        factors = [f for f in self._contributed[block] if f.name in tally.gathered]
+        factors = self._gathered(block)
         if factors and data_sizes[1] > 0:
             scale = self._scale.call(
                 helper.module, backward.samples, batch, shared, loss_scale, users
@@ -214,6 +212,11 @@ class Accumulator:
             with self._placed.backend.phases("accumulate"):
                 for part, part_rows, part_data in _split(factors, rows, data):
                     self._sum(block, part, call, part_rows, part_data, scale, is_repeated)
+
+    def _gathered(self, block: Block) -> list[FactorSpec]:
+        """Return the factors of a block to which this rank contributes in this window."""
+        names = self.window.tallies[block].gathered
+        return [factor for factor in self._contributed[block] if factor.name in names]
 
     def _lacks_batch(
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
@@ -273,7 +276,7 @@ class Accumulator:
             )
         is_first = self.window.tallies[block].counts.calls <= 1
         moments = block.method.statistics(
-            _call(block, helper, inputs if reads else None, rows, self.window.shared, is_first)
+            self._call(block, helper, inputs if reads else None, rows, is_first)
         )
         sums = self.window.sums_of(block.stack)
         for factor in factors:
@@ -292,6 +295,30 @@ class Accumulator:
             except ValueError as error:
                 # Not raised here: the other ranks would wait in the backward pass.
                 self.window.passes.fail(error)
+
+    def _call(
+        self,
+        block: Block,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...] | None,
+        rows: Tensor,
+        first: bool,
+    ) -> Call:
+        """Return a call as methods see it."""
+        is_widened = False
+        if rows.dtype != block.dtype and rows.shape[0] == 1 and widens(rows, block.dtype):
+            # Not inherited: a subclass may override the moments, and has to declare this itself.
+            is_widened = vars(type(helper)).get("widens", False)
+        return Call(
+            helper=helper,
+            inputs=inputs,
+            rows=rows,
+            dtype=block.dtype,
+            shared=self.window.shared if helper in self._sharing else None,
+            data=block.second_order if block.needing_data else {},
+            widens=is_widened,
+            first=first,
+        )
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
@@ -599,29 +626,16 @@ def _split(
     return parts
 
 
-def _call(
-    block: Block,
-    helper: LayerHelper,
-    inputs: tuple[Tensor, ...] | None,
-    rows: Tensor,
-    shared: SharedInputs,
-    first: bool,
-) -> Call:
-    """Return a call as methods see it."""
-    is_widened = False
-    if rows.dtype != block.dtype and rows.shape[0] == 1 and widens(rows, block.dtype):
-        # Not inherited: a subclass may override the moments, and has to declare this itself.
-        is_widened = vars(type(helper)).get("widens", False)
-    return Call(
-        helper=helper,
-        inputs=inputs,
-        rows=rows,
-        dtype=block.dtype,
-        shared=shared,
-        data=block.second_order if block.needing_data else {},
-        widens=is_widened,
-        first=first,
-    )
+def _may_share(helpers: Iterable[LayerHelper]) -> frozenset[LayerHelper]:
+    """Return the layers that another one may share its input moment with."""
+    alike: dict[Hashable, list[LayerHelper]] = {}
+    for helper in helpers:
+        alike.setdefault(helper.input_key(), []).append(helper)
+    sharing: set[LayerHelper] = set()
+    for group in alike.values():
+        if len(group) > 1:
+            sharing.update(group)
+    return frozenset(sharing)
 
 
 def _with_zeros(rows: Tensor, data: DataRows) -> Tensor:

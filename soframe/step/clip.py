@@ -70,8 +70,7 @@ def clip_updates(
         # A stage without clipped updates takes part in the sums with zeros.
         like = scaled[0] if scaled else torch.zeros((), dtype=torch.float64, device="cpu")
         for name, clip in clips.items():
-            total = _total(clip, clipped, gradients, plan, like)
-            totals[name] = total if stages.backend is None else stages.total(total)
+            totals[name] = stages.total(_total(clip, clipped, gradients, plan, like))
     if plan.careful:
         # Products of float64 numbers may overflow, too.
         bad = bool(updates) and not _finite(updates, totals.values(), gradients)

@@ -158,34 +158,20 @@ class Engine:
     def _agree(self) -> Plan:
         """Agree with all ranks on the plan of the step; rebuild if the model has changed."""
         curvature, parts = self._curvature, self._parts
-        statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._prepare()
         report, unread, error = self._report(plan, common, error)
         if parts.stages.backend is not None:
             # Reports are reduced over the stages of a model first.
             of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
             report, error = parts.stages.put_together(report, of_stages, error)
-        bad_here = report.bad_gradient > 0
-        # Then over the copies of each stage, with the weights, which need the passes of all stages.
-        failed = error is not None or report.failed > 0
-        # Statistics of any stage are dropped for a bad gradient of any stage.
-        bad_statistics = report.bad_statistics > 0 or (report.due > 0 and report.bad_gradient > 0)
-        total = replace(
-            report,
-            failed=float(failed),
-            bad_statistics=float(bad_statistics),
-            # Of the whole model: passes that did not reach a stage count there, too.
-            weights=statistics.weights((int(report.passes), int(report.samples))),
-        )
-        if parts.backend.world_size > 1:
-            total = total.over_ranks(parts.backend)
+        # Then over the copies of each stage.
+        total = self._total(report, error)
         # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
             require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
         with parts.stages.together():  # all stages raise together
             self._require_agreement(total, common)
-        if total.waits:
-            parts.solves.land_if_finished(total.waits)
+        parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed + sum(total.changed_anywhere) > 0:
             self._rebuild(changed=total.changed > 0)
@@ -198,14 +184,27 @@ class Engine:
             if report.curved == 0:
                 # No block has curvature: take statistics in the next window (2: this step counts).
                 parts.refresh.owe(2)
-        elif window.due:
+        elif curvature.statistics.window.due:
             plan = replace(plan, weights=total.weights)
         if unread is not None:
             self.verdict.queue(unread)  # its flags stay None until phase *agree*
             return plan
         return self.verdict.with_flags(
-            plan, bad=total.bad_gradient, large=total.large, local=bad_here
+            plan, bad=total.bad_gradient, large=total.large, local=report.bad_gradient > 0
         )
+
+    def _total(self, report: Report, error: Exception | None) -> Report:
+        """Return the report of all ranks, with the weights of statistics."""
+        failed = error is not None or report.failed > 0
+        # Statistics of any stage are dropped for a bad gradient of any stage.
+        bad_statistics = report.bad_statistics > 0 or (report.due > 0 and report.bad_gradient > 0)
+        # Of the whole model: passes that did not reach a stage count there, too.
+        weights = self._curvature.statistics.weights((int(report.passes), int(report.samples)))
+        report = replace(
+            report, failed=float(failed), bad_statistics=float(bad_statistics), weights=weights
+        )
+        backend = self._parts.backend
+        return report.over_ranks(backend) if backend.world_size > 1 else report
 
     def _prepare(self) -> tuple[Plan, dict[str, object], Exception | None]:
         """Check settings and gradients, choose the stacks without an update, and make the plan.
