@@ -223,8 +223,7 @@ def damping_policy(choice: DampingChoice) -> DampingPolicy:
 def damping_at(policy: DampingPolicy, step: int) -> float:
     """Return the damping after a number of completed steps; ValueError if it is out of range."""
     damping = policy.at(step)
-    has_type = isinstance(damping, float) or is_number(damping)
-    if not has_type or not 0 <= damping < math.inf:
+    if not is_number(damping) or not 0 <= damping < math.inf:
         raise ValueError(
             f"{describe(policy)} gives the damping {damping!r} at step {step}: DampingPolicy.at() "
             f"returns a number that is finite and not negative"
