@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -626,16 +627,11 @@ def _split(
     return parts
 
 
-def _may_share(helpers: Iterable[LayerHelper]) -> frozenset[LayerHelper]:
-    """Return the layers that another one may share its input moment with."""
-    alike: dict[Hashable, list[LayerHelper]] = {}
-    for helper in helpers:
-        alike.setdefault(helper.input_key(), []).append(helper)
-    sharing: set[LayerHelper] = set()
-    for group in alike.values():
-        if len(group) > 1:
-            sharing.update(group)
-    return frozenset(sharing)
+def _may_share(helpers: Iterable[LayerHelper]) -> set[LayerHelper]:
+    """Return the layers that may share their input moments with another one."""
+    keys = {helper: helper.input_key() for helper in helpers}
+    numbers = Counter(keys.values())
+    return {helper for helper, key in keys.items() if numbers[key] > 1}
 
 
 def _with_zeros(rows: Tensor, data: DataRows) -> Tensor:
