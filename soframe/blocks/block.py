@@ -487,6 +487,11 @@ class PlacedBlocks:
         self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
         self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
 
+    @cached_property
+    def is_apart(self) -> bool:
+        """Whether there are several ranks, or parameters that are sharded."""
+        return self.backend.world_size > 1 or any(stack.like.shards for stack in self.stacks)
+
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
         return zip(self.blocks, self.placement.blocks, strict=True)
 

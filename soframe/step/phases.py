@@ -26,7 +26,7 @@ from soframe.diagnostics.metrics import Measuring
 from soframe.estimate import averages, updates
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import UNDAMPED, Plan
-from soframe.estimate.updates import Update, exchange
+from soframe.estimate.updates import Update
 from soframe.kernels.precision import within
 from soframe.schedules import NEVER
 from soframe.setup.grouping import Grouping
@@ -34,7 +34,7 @@ from soframe.step.clip import Clipping, clip_updates
 from soframe.step.verdict import Verdict
 from soframe.strategies.work import BlockWork
 
-When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"]
+When = Literal["always", "statistics", "finite", "unread", "counts", "discarded", "apart"]
 """The steps in which a phase runs, the same on every rank:
 
 - ``"always"``: all;
@@ -42,7 +42,8 @@ When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"
 - ``"finite"``: all but those whose gradients are known not to be finite;
 - ``"unread"``: those whose flags of gradients are still on the device;
 - ``"counts"``: those whose updates count;
-- ``"discarded"``: those whose updates do not.
+- ``"discarded"``: those whose updates do not;
+- ``"apart"``: those of several ranks, or of parameters that are sharded.
 """
 
 
@@ -113,6 +114,8 @@ class Phase:
                 return step.counts
             case "discarded":
                 return not step.counts
+            case "apart":
+                return step.curvature.placed.is_apart
 
 
 # -- the phases of soframe ------------------------------------------------------------------------
@@ -170,6 +173,11 @@ def solve(step: Step, *, after: bool = False) -> None:
 def direct(step: Step) -> None:
     """Compute the updates."""
     step.updates = step.curvature.direct(step.gradients, step.plan.damping)
+
+
+def send(step: Step) -> None:
+    """Send the updates from gradient workers to their receivers."""
+    updates.exchange(step.curvature.placed, step.updates)
 
 
 def judge(step: Step) -> None:
@@ -260,7 +268,7 @@ PHASES = [
     Phase("observe", observe, when="finite", is_range=False),
     Phase("solve", solve, is_range=False, within=("share",)),
     Phase("direct", direct, is_range=False),
-    Phase("exchange", lambda step: exchange(step.curvature.placed, step.updates), is_range=False),
+    Phase("exchange", send, when="apart", is_range=False),
     # Late: the device has computed the flags while the host queued the work before.
     Phase("agree", judge, when="unread", is_range=False),
     Phase("clip", clip, when="finite", is_range=False),
