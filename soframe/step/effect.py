@@ -52,16 +52,20 @@ class Effect:
         self._windows.update(window.due)
 
     def begin(self, window: Window) -> None:
-        """Choose the blocks that are checked."""
+        """Choose the blocks that are checked; raise if a framework has sharded them since."""
         self._due, self._judged = [], []
         if window is self._partial or not window.due:
             return
+        named: list[tuple[str, nn.Parameter]] = []
         for block in self._blocks:
             if block not in window.due:
                 continue
             self._due.append(block)
             if self._windows[block] < WINDOWS:
                 self._judged.append(block)
+                named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+        if named:
+            self._home.check(named)
 
     def flags(self, window: Window) -> list[float]:
         """Return this rank's flags, equally many on every rank.

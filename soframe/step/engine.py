@@ -215,7 +215,7 @@ class Engine:
         refresh, window = parts.refresh, curvature.statistics.window
         gradients = curvature.averaged_gradients
         try:
-            self._effect.begin(window)
+            self._effect.begin(window)  # its error names a framework that sharded parameters
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             gradients.check()
