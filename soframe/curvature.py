@@ -706,7 +706,7 @@ class Curvature(OfModel):
                 # A batched call needs equal counters and dampings.
                 for members in stack.alike(stack.active(gradient.members)):
                     matrix = gradient.of(stack, members)
-                    update = Update(stack, members, matrix)
+                    update = Update(stack, members, stack.blocks_of(members), matrix)
                     updates.append(update)
                     if matrix is None or placed.rank not in stack.place.gradient_workers:
                         continue

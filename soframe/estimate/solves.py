@@ -81,14 +81,6 @@ class Run:
         if self.owned:
             self.work = worker.submit(lambda: _solve([self])[0], uses)
 
-    def keep(self, tensors: list[Tensor] | None) -> None:
-        """Keep the results of this rank, to be sent; None if a solver has raised."""
-        if tensors is None:
-            return
-        remaining = iter(tensors)
-        for job in self.owned:
-            job.tensors = list(itertools.islice(remaining, len(job.names)))
-
     def problems(self, shares: Sequence[Tensor]) -> list[Problem]:
         """Return the factors that this rank owns, with their shares of the damping."""
         problems = []
@@ -103,7 +95,7 @@ class Run:
         return problems
 
     def results(self, attempts: Sequence[Attempt]) -> list[Tensor]:
-        """Return the second-order data as a list, after another attempt for failed groups."""
+        """Keep and return the second-order data, after another attempt for failed groups."""
         tensors: list[Tensor] = []
         for job, attempt in zip(self.owned, attempts, strict=True):
             returned = {name: tuple(tensor.shape) for name, tensor in attempt.data.items()}
@@ -117,7 +109,8 @@ class Run:
                     f"{job.factor.name!r}, and tensors() declares {declared}"
                 )
             data = self._retry(job, attempt) if attempt.failed else attempt.data
-            tensors += [data[name] for name in job.names]
+            job.tensors = [data[name] for name in job.names]
+            tensors += job.tensors
         return tensors
 
     def fail(self, error: Exception) -> None:
@@ -345,10 +338,9 @@ class SolveRound:
                     if run.work is None:
                         now.append(run)
                     else:
-                        run.keep(run.work.result())
+                        run.work.result()  # waits for its end
                 if now:
-                    for run, tensors in zip(now, _solve(now), strict=True):
-                        run.keep(tensors)
+                    _solve(now)
             if bucket:
                 with self.placed.backend.phases("share"):
                     self.pending.append(send(self.placed.backend, bucket, "share"))

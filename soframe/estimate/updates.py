@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,8 @@ class Update:
     """The update of some blocks of a stack, from their gradient to the tensors that are written."""
 
     stack: Stack
-    members: tuple[int, ...]  # the blocks, which all have a gradient
+    members: tuple[int, ...]  # the indices of the blocks, which all have a gradient
+    blocks: Sequence[Block]
     # Their averaged gradients, ``[groups, out, in]``, or ``[entries, 1, 1]`` of an elementwise
     # method; None if this rank does not have them.
     gradient: Tensor | None
@@ -41,11 +41,6 @@ class Update:
     parcel: Mapping[str, Tensor] = field(default_factory=dict)
     # This rank's parts of sharded parameters, by block and name.
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
-
-    @cached_property
-    def blocks(self) -> Sequence[Block]:
-        """The blocks."""
-        return self.stack.blocks_of(self.members)
 
     def compute(self, gradient: Tensor, damping: float) -> None:
         """Compute the update and the new state by the method."""
