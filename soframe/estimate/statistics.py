@@ -116,9 +116,7 @@ class Accumulator:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         alike = _all_contribute(self._placed)
-        self._capture.listen(
-            self.add, names, self._rereading, alike=alike, roots=roots, ended=self._end_pass
-        )
+        self._capture.listen(self.add, names, self._rereading, alike=alike, roots=roots)
 
     def begin(
         self,
@@ -152,10 +150,11 @@ class Accumulator:
                 else:
                     self._reading.add(helper)
         draw = Draw(self._sampler, step)
-        self.window = Window(frozenset(gathered), passes, draw, tallies, calls)
+        self.window = Window(frozenset(gathered), self._block_of, passes, draw, tallies, calls)
         self._capture.begin(
             calls,
             enabled=bool(gathered),
+            ended=self.window.end_pass,
             without_inputs=frozenset(without_inputs),
             no_statistics=frozenset(no_statistics),
         )
@@ -168,27 +167,35 @@ class Accumulator:
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
-        helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
-        call = _by_sample(block, call, is_routed=block in self._routed)
+        helper, block = call.helper, self._block_of[call.helper]
+        if block.takes_samples or call.is_ragged:
+            call = _by_sample(block, call, is_routed=block in self._routed)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             if self.window.is_empty(call):
                 self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
-        data = self._data(block, helper, rows, call.batch)
+        # Only count() says that some rows are no data.
+        data = self._data(block, helper, rows, call.batch) if self._capture.counts else None
         data_sizes = _sizes(data, batch, shared)
         backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
-        if not self._adds(block, call, backward):
-            return
+        if self._adds(block, call, backward):
+            self._add_rows(block, call, rows, data, backward)
 
+    def _add_rows(
+        self, block: Block, call: LayerCall, rows: Tensor, data: DataRows | None, backward: Pass
+    ) -> None:
+        """Count the rows of a call, and add their moments to the sums; for ``data`` see `_data`."""
+        helper, probe = call.helper, call.probe
+        batch, shared = rows.shape[1], rows.shape[2]
+        has_data = _sizes(data, batch, shared)[1] > 0
         users, size = 1, backward.size_of(call.batch)
         if self._lacks_batch(block, helper, batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
-            if batch > 1:
-                call, rows = _as_one_sample(call, rows)
-                batch, shared = 1, batch * shared
+            call, rows = _as_one_sample(call, rows)
+            batch, shared = rows.shape[1], rows.shape[2]
         if block.method.reduces:  # all positions of a sample make one row
             shared = 1
         reached = None
@@ -206,7 +213,7 @@ class Accumulator:
             counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
         factors = self._gathered(block)
-        if factors and data_sizes[1] > 0:
+        if factors and has_data:
             scale = self._scale.call(
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
@@ -250,10 +257,6 @@ class Accumulator:
                 )
             )
         return earlier is not backward
-
-    def _end_pass(self, reached: Iterable[LayerHelper]) -> None:
-        """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        self.window.end_pass({self._block_of[helper] for helper in reached})
 
     def _sum(
         self,
@@ -325,7 +328,7 @@ class Accumulator:
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
     ) -> DataRows | None:
         """Return the rows or samples of a call that are data; None for all."""
-        if self._capture.counts and not batch.declared:
+        if not batch.declared:
             self.window.passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass without count(): once count() is used, "
@@ -609,6 +612,8 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:
     """Return a call whose rows are all of one sample, ``[groups, 1, batch * shared, features]``."""
+    if rows.shape[1] == 1:
+        return call, rows
     inputs = tuple(x.reshape(1, -1) for x in call.inputs)
     return call._replace(inputs=inputs), rows.flatten(1, 2).unsqueeze(1)
 
