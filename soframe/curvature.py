@@ -704,7 +704,9 @@ class Curvature(OfModel):
         with placed.backend.phases("direct"):
             for stack, gradient in gradients.items():
                 # A batched call needs equal counters and dampings.
-                for members in stack.alike(stack.active(gradient.members)):
+                for members in stack.alike(gradient.members):
+                    if not stack.blocks[members[0]].active:
+                        continue
                     matrix = gradient.of(stack, members)
                     update = Update(stack, members, stack.blocks_of(members), matrix)
                     updates.append(update)

@@ -291,12 +291,6 @@ class Stack(Arrangement[Block]):
         for tensors in (self.factors, self.accumulators, self.data, self.state):
             tensors.clear()
 
-    def active(self, members: Members) -> Members:
-        """Return the blocks whose method already computes updates."""
-        if self.like.method.starts_at_once or not self.like.tensors:
-            return members
-        return [member for member in members if self.blocks[member].solved]
-
     def used(self) -> tuple[int, ...]:
         """Return the blocks with a gradient."""
         if len(self.like.home.of(self.parameters)) == len(self.parameters):

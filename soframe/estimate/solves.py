@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ log = logging.getLogger("soframe")
 FAILED = 1  # it cannot be solved
 RAISED = 2  # the solver raised another error
 RETRIED = 3  # float64 solved it
+_OUTCOMES = attrgetter("outcomes")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -331,8 +333,13 @@ class SolveRound:
 
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
-        for runs, bucket in self._parts():
-            with self.placed.backend.phases("solve"):
+        backend = self.placed.backend
+        owned = [run for run in self.runs if run.owned]
+        parts: Sequence[tuple[Sequence[Run], Sequence[Parcel]]] = [(owned, ())]
+        if backend.world_size > 1:
+            parts = self._parts(owned)
+        for runs, bucket in parts:
+            with backend.phases("solve"):
                 now: list[Run] = []
                 for run in runs:
                     if run.work is None:
@@ -342,28 +349,24 @@ class SolveRound:
                 if now:
                     _solve(now)
             if bucket:
-                with self.placed.backend.phases("share"):
-                    self.pending.append(send(self.placed.backend, bucket, "share"))
-        if self.placed.backend.world_size > 1:
-            outcomes: list[int] = []
-            for job in self.jobs:
-                outcomes += job.outcomes
+                with backend.phases("share"):
+                    self.pending.append(send(backend, bucket, "share"))
+        if backend.world_size > 1:
             # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-            self.summed_outcomes = start_sum(self.placed.backend, outcomes, torch.float32)
+            outcomes = itertools.chain.from_iterable(map(_OUTCOMES, self.jobs))
+            self.summed_outcomes = start_sum(backend, list(outcomes), torch.float32)
 
-    def _parts(self) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
+    def _parts(self, waiting: list[Run]) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
         """Return this rank's runs with the bucket that they are solved for, in order.
 
         Each bucket is sent before the next one is solved, so that sending overlaps with solving.
         """
-        waiting = [run for run in self.runs if run.owned]
         parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
-        if self.placed.backend.world_size > 1:
-            for bucket in buckets(self.placed.backend, self.jobs):
-                senders = [run for run in waiting if not set(bucket).isdisjoint(run.owned)]
-                for run in senders:
-                    waiting.remove(run)
-                parts.append((senders, bucket))
+        for bucket in buckets(self.placed.backend, self.jobs):
+            senders = [run for run in waiting if not set(bucket).isdisjoint(run.owned)]
+            for run in senders:
+                waiting.remove(run)
+            parts.append((senders, bucket))
         # The results of runs in no bucket stay on this rank: these are solved last, by one call.
         parts.append((waiting, ()))
         return parts
