@@ -37,7 +37,7 @@ from soframe.strategies.work import BlockPlacement
 
 log = logging.getLogger("soframe")
 
-_IS_TRAINED = attrgetter("requires_grad")
+_IS_TRAINED, _OBSERVES = attrgetter("requires_grad"), attrgetter("like.observes")
 # Blocks that differ in one of these are updated by calls of their own.
 _STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
 
@@ -477,7 +477,7 @@ class PlacedBlocks:
             stacks.append(Stack(blocks, places, places[0].held_by(self.rank)))
         self.stacks = tuple(stacks)  # the blocks that are alike, batched
         # Those with factors of averaged gradients.
-        self.observing = tuple(stack for stack in stacks if stack.like.observes)
+        self.observing = tuple(filter(_OBSERVES, stacks))
         self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
         self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
 

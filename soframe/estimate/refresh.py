@@ -162,7 +162,9 @@ class Refresh:
             self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=8)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
-        turn_of = self._turns(placed, plan.solve_every) if self.stagger else {}
+        turn_of: Mapping[Block, int] = {}
+        if self.stagger:
+            turn_of = self._turns(placed, plan.solve_every)
         for block in placed.solvable:
             if block.method.refreshes_after != after:
                 continue

@@ -101,10 +101,7 @@ class Run:
         tensors: list[Tensor] = []
         for job, attempt in zip(self.owned, attempts, strict=True):
             returned = {name: tuple(tensor.shape) for name, tensor in attempt.data.items()}
-            declared: dict[str, tuple[int, ...]] = {}
-            for name, spec in zip(job.names, job.specs, strict=True):
-                groups, *shape = spec.shape
-                declared[name] = (groups * len(self.members), *shape)
+            declared = {n: spec.shape for n, spec in zip(job.names, job.stacked, strict=True)}
             if not declared.items() <= returned.items():
                 raise ValueError(
                     f"{job.solver!r}: solve() returned {returned} for the factor "

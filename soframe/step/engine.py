@@ -204,7 +204,9 @@ class Engine:
             report, failed=float(failed), bad_statistics=float(bad_statistics), weights=weights
         )
         backend = self._parts.backend
-        return report.over_ranks(backend) if backend.world_size > 1 else report
+        if backend.world_size > 1:
+            report = report.over_ranks(backend)
+        return report
 
     def _prepare(self) -> tuple[Plan, dict[str, object], Exception | None]:
         """Check settings and gradients, choose the stacks without an update, and make the plan.
