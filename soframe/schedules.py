@@ -33,9 +33,9 @@ class _Setting(Generic[N]):
 
     def __post_init__(self) -> None:
         if not callable(self.value):
-            object.__setattr__(self, "value", self._check(self.value))
+            object.__setattr__(self, "value", self._number(self.value))
 
-    def _check(self, value: object) -> N:
+    def _number(self, value: object) -> N:
         """Return a value as a number; raise a ValueError if it is out of range."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class _Setting(Generic[N]):
                 f"{self.name} must be a number or a callable of the step, and {self.value!r} "
                 f"cannot be called with one: {error}"
             ) from error
-        return self._check(value)
+        return self._number(value)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Scheduled(_Setting[float]):
     high: float = math.inf
     open_low: bool = False
 
-    def _check(self, value: object) -> float:
+    def _number(self, value: object) -> float:
         number = math.nan
         if not isinstance(value, bool) and isinstance(value, Real):
             with suppress(OverflowError):  # an integer that no float can hold
@@ -81,7 +81,7 @@ class Scheduled(_Setting[float]):
 class Every(_Setting[int]):
     """An interval in steps, constant or a callable of the step."""
 
-    def _check(self, value: object) -> int:
+    def _number(self, value: object) -> int:
         if not _is_positive(value):
             raise ValueError(
                 f"{self.name} must be a positive integer or a callable of the step that returns "

@@ -170,7 +170,7 @@ class Engine:
         if total.failed > 0:
             require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
         with parts.stages.together():  # all stages raise together
-            self._require_agreement(total, common)
+            self._compare(total, common)
         parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed + sum(total.changed_anywhere) > 0:
@@ -310,8 +310,8 @@ class Engine:
         )
         return report, unread, error
 
-    def _require_agreement(self, report: Report, common: Mapping[str, object]) -> None:
-        """Raise an error that stops the copies of this stage, the same on all."""
+    def _compare(self, report: Report, common: Mapping[str, object]) -> None:
+        """Compare what ranks have in common; the copies of this stage raise the same error."""
         backend = self._parts.backend
         if report.common:
             require_common(backend, common, report.common)
