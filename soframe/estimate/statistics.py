@@ -176,7 +176,7 @@ class Accumulator:
             if self.window.is_empty(call):
                 self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
-        # Only count() says that some rows are no data.
+        # Without count() all rows are data.
         data = self._data(block, helper, rows, call.batch) if self._capture.counts else None
         data_sizes = _sizes(data, batch, shared)
         backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])

@@ -43,7 +43,7 @@ When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"
 - ``"unread"``: those whose flags of gradients are still on the device;
 - ``"counts"``: those whose updates count;
 - ``"discarded"``: those whose updates do not;
-- ``"apart"``: those of several ranks, or of parameters that are sharded.
+- ``"apart"``: all, if there are several ranks or sharded parameters.
 """
 
 

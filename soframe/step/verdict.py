@@ -1,8 +1,8 @@
 """The verdict on a step: whether its updates count, and when the host knows it.
 
-A `Magnitude` of gradients and statistics says whether they are finite, and moderate or large. The
-host may read the flags of a step later: then the device selects the new tensors, and the host
-counts the update a step later.
+Gradients and statistics have a `Magnitude`: finite or not, moderate or large. The host may read the
+flags of a step later: then the device selects the new tensors, and the host counts the update a
+step later.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Verdict:
     def zero_if_bad(
         self, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome
     ) -> None:
-        """Zero updates, and gradients that have none, if the flag on the device says so.
+        """Zero updates, and gradients without one, where the flag on the device is false.
 
         The host takes the step as one that counts until `settle`.
         """
