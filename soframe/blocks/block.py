@@ -483,7 +483,7 @@ class PlacedBlocks:
 
     @cached_property
     def is_apart(self) -> bool:
-        """Whether there are several ranks, or parameters that are sharded."""
+        """Whether the model has several ranks, or sharded parameters."""
         return self.backend.world_size > 1 or any(stack.like.shards for stack in self.stacks)
 
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:

@@ -43,7 +43,7 @@ When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"
 - ``"unread"``: those whose flags of gradients are still on the device;
 - ``"counts"``: those whose updates count;
 - ``"discarded"``: those whose updates do not;
-- ``"apart"``: all, if there are several ranks or sharded parameters.
+- ``"apart"``: all, with several ranks or sharded parameters.
 """
 
 
