@@ -158,7 +158,7 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
         blocks, like = stack.blocks_of(members), stack.like
         # One block: its own matrix, without a copy.
         if len(blocks) == 1:
-            matrices[stack] = blocks[0].gradient()
+            matrices[stack] = stack.join([blocks[0].gradient()])
             continue
         present = like.home.of(stack.parameters)
         complete = len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks)

@@ -117,7 +117,8 @@ class Engine:
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
-        self._effect.end(curvature.statistics.window)
+        if curvature.statistics.window.due:
+            self._effect.end(curvature.statistics.window)
         curvature.end_step(step.plan)
         curvature.begin()  # the next window
 
@@ -217,7 +218,8 @@ class Engine:
         refresh, window = parts.refresh, curvature.statistics.window
         gradients = curvature.averaged_gradients
         try:
-            self._effect.begin(window)  # its error names a framework that sharded parameters
+            if window.due:
+                self._effect.begin(window)  # its error names a framework that sharded parameters
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             gradients.check()
@@ -279,12 +281,13 @@ class Engine:
                 unread = sizes
             else:
                 magnitude, statistics_finite = sizes.read()
-            present, reached = gradients.present(), self._effect.flags(window)
+            present = gradients.present()
+            reached = self._effect.flags(window) if window.due else []
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
             present = [0.0] * len(gradients.flagged)
-            reached = self._effect.no_flags()
+            reached = self._effect.no_flags(window)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
         if parts.scaling != "fisher":  # other scalings count no samples
@@ -319,7 +322,7 @@ class Engine:
         unusual = [*report.changed_anywhere, report.bad_gradient, report.bad_statistics]
         if report.changed:
             require_all_ranks(backend, report.changed)
-        elif not any(unusual):
+        elif report.reached and not any(unusual):
             self._effect.require(report.reached)
 
     def _rebuild(self, *, changed: bool) -> None:
