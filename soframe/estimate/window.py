@@ -182,7 +182,7 @@ class Window:
     """The records of the passes between two steps, on this rank."""
 
     due: frozenset[Block]  # the blocks that take statistics, the same on every rank
-    block_of: Mapping[LayerHelper, Block]
+    block_of: Mapping[LayerHelper, Block]  # the block of each layer with calls
     passes: Passes  # the backward passes, and their samples
     draw: Draw  # takes some of the rows of each call
     tallies: dict[Block, Tally]  # the numbers of each block; empty if no block takes statistics
