@@ -260,10 +260,7 @@ class Stack(Arrangement[Block]):
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        places: Sequence[BlockPlacement],
-        held: Sequence[bool] = (),
+        self, blocks: Sequence[Block], places: Sequence[BlockPlacement], held: Sequence[bool] = ()
     ) -> None:
         super().__init__(blocks)
         self.places, self.place = tuple(places), places[0]  # they differ in owners alone

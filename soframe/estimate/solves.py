@@ -108,8 +108,10 @@ class Run:
                     f"{job.factor.name!r}, and tensors() declares {declared}"
                 )
             data = self._retry(job, attempt) if attempt.failed else attempt.data
-            job.tensors = [data[name] for name in job.names]
-            tensors += job.tensors
+            tensors += [data[name] for name in job.names]
+        remaining = iter(tensors)
+        for job in self.owned:  # once all are there
+            job.tensors = list(itertools.islice(remaining, len(job.names)))
         return tensors
 
     def fail(self, error: Exception) -> None:
