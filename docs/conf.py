@@ -81,7 +81,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",
     ),
-    (r"py:class", r"soframe\.blocks\.(block\.Block|placed\.PlacedBlocks)"),  # internal, in fields
+    (r"py:class", r"soframe\.blocks\.block\.(Block|PlacedBlocks)"),  # internal, in fields
     (r"py:class", r"soframe\.strategies\.work\.Stacked"),  # internal, of a placement
     (r"py:class", r"soframe\.products\.(vectors\.Coordinates|samples\.\w+)"),
     (r"py:class", r"soframe\.checkpoint\.Owner"),  # a preconditioner

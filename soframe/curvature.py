@@ -7,24 +7,16 @@ Fitted to data, or followed in training, it is a matrix over the parameters, for
     direction = curvature.inverse(damping=1e-3) @ gradients
 
 A training step uses it by windows: a window is everything since the last step. Passes add
-statistics to it; the step folds them into running factors, solves the blocks that are due, and
-computes updates::
-
-    curvature.begin()                     # a window
-    ...                                   # forward and backward passes
-    curvature.fold(plan)                  # sums of all ranks into running factors
-    curvature.observe(gradients, plan)    # statistics of averaged gradients
-    curvature.solve_due(plan)             # second-order data of blocks that are due
-    updates = curvature.direct(gradients, plan.damping)
-
-`soframe.step.engine` has the order, and agrees on the plan.
+statistics to it. The phases of the step (`soframe.step.phases`) fold them into running factors,
+solve the blocks that are due, and compute updates.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,8 +24,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Solved
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Solved
 from soframe.blocks.registration import Choice, Registration
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.survey import plain_name
@@ -60,7 +51,6 @@ from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
-from soframe.schedules import NEVER
 from soframe.settings import Distribution, Statistics, flat, group_of
 from soframe.setup import building, choosing
 from soframe.setup.parts import Parts, parts_of
@@ -127,6 +117,7 @@ class Curvature(OfModel):
     counts: dict[str, int]  # of skipped updates and statistics, retried and failed solves
     _report: Report
     _fit: Fit | None = None  # None in training
+    _closed = False  # whether `close` was called
     relatively_damped: bool  # whether the damping of any block is relative to its curvature
     on_paper: bool  # whether the model is on the meta device, and can only be planned
 
@@ -303,16 +294,21 @@ class Curvature(OfModel):
         scale = Scale(parts.scaling, parts.loss_average, size, probed)
         if parts.means:
             scale = OfMeans(loss_average="sum", world_size=size, own_gradients=probed)
+        has_scale = parts.loss_scale.is_given or parts.stages.backend is not None
         self.statistics = Accumulator(  # the sums of the window under way
             self.placed,
             scale=scale,
             samples=parts.samples,
-            scale_reader=lambda: parts.stages.scaled(parts.loss_scale.reader()),
+            scale_reader=self._scale_reader if has_scale else None,
             capture=self.capture,
             sampler=parts.sampler,
             stage_of=parts.stages.stage_of,
         )
         self.statistics.listen(parts.stages.roots(parts.model))
+
+    def _scale_reader(self) -> Callable[[], float]:
+        """Return a function for the factor by which the loss of a backward pass is multiplied."""
+        return self.parts.stages.scaled(self.parts.loss_scale.reader())
 
     # -- fit ----------------------------------------------------------------------------------
 
@@ -693,33 +689,17 @@ class Curvature(OfModel):
 
     # -- in a step ----------------------------------------------------------------------------
 
-    def fold(self, plan: Plan) -> None:
-        """Reduce the sums of the window, and average them into the running factors."""
-        assert plan.weights is not None
-        self.statistics.fold(plan.weights, plan.decay, plan.step)
-
-    def observe(self, gradients: Gradients, plan: Plan, *, after: bool = False) -> None:
-        """Average statistics of the gradients, before updates are made or ``after``."""
-        averages.observe(self.placed, gradients, plan, after=after)
-
-    def solve_due(self, plan: Plan, *, after: bool = False) -> None:
-        """Solve the blocks that are due, before updates are made or ``after`` they are written."""
-        # Blocks whose factors have changed: second-order data may be refreshed without a solve.
-        changed: Collection[Block] = ()
-        if plan.weights is not None and not after:
-            changed = self.statistics.window.due
-        due: Sequence[Block] = ()
-        if plan.solve_every != NEVER:  # else `solve` is called for it
-            due = self.parts.refresh.due(self.placed, plan, after=after)
-        with within("full"):
-            self.parts.solves.advance(
-                self.placed,
-                due,
-                damping=plan.damping,
-                counters=self.counts,
-                step=plan.step,
-                changed=changed,
-            )
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Return the context of a step; raise an error if the hooks or the weights are gone."""
+        self.require_open()
+        parts = self.parts
+        if self.on_paper:
+            building.require_materialised(parts.model.named_parameters())
+        with parts.home.shaped(parts.model.parameters()), within(parts.precision):
+            yield
+        # Weights move now, and torch keeps casts of them until its outermost context ends.
+        torch.clear_autocast_cache()
 
     def direct(self, gradients: Gradients, damping: float) -> list[Update]:
         """Return the updates of the blocks that are solved, on their gradient workers."""
@@ -727,9 +707,11 @@ class Curvature(OfModel):
         with placed.backend.phases("direct"):
             for stack, gradient in gradients.items():
                 # A batched call needs equal counters and dampings.
-                for members in stack.alike(stack.active(gradient.members)):
+                for members in stack.alike(gradient.members):
+                    if not stack.blocks[members[0]].active:
+                        continue
                     matrix = gradient.of(stack, members)
-                    update = Update(stack, members, matrix)
+                    update = Update(stack, members, stack.blocks_of(members), matrix)
                     updates.append(update)
                     if matrix is None or placed.rank not in stack.place.gradient_workers:
                         continue
@@ -787,8 +769,16 @@ class Curvature(OfModel):
         landed = self.parts.solves.land(self.placed, self.counts, call)
         self.statistics.window.drop_dependent(landed)
 
+    def require_open(self) -> None:
+        """Raise a RuntimeError if the hooks of training are gone."""
+        if self._closed:
+            raise RuntimeError("this preconditioner is closed")
+        if self.capture.closed:
+            raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
+
     def close(self) -> None:
         """Remove every hook; background solves are cancelled, and one that runs is waited for."""
+        self._closed = True
         self.capture.close()
         self.parts.solves.close()
         for stack in self.placed.stacks:

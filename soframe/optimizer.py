@@ -33,7 +33,6 @@ from soframe.blocks.block import Block, Stack
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.blocks.survey import plain_name
-from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
@@ -46,6 +45,7 @@ from soframe.setup.choosing import methods
 from soframe.state import checksums
 from soframe.state.bound import OfModel
 from soframe.step import fused_adam, moving
+from soframe.step.engine import untraced
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
 
@@ -388,9 +388,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             self.preconditioner.forget()
             cast(dict[Any, Any], self.state)[KEY] = {}
         sharding.require_own_step(self._model.parameters())
-        self.preconditioner.step()
-        self._moved = {}
         engine = self.preconditioner.engine
+        with self.preconditioner.curvature.stepping():
+            engine.step()
+        self._moved = {}
         good = engine.verdict.good
         if good is not None or engine.verdict.taken:
             before: Mapping[nn.Parameter, Tensor] = {}

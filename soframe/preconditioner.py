@@ -22,14 +22,12 @@ from soframe.blocks.block import Block, Solved
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.capture.untraced import untraced
 from soframe.checks.arguments import require_known
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.explain import Explanation, explain
 from soframe.diagnostics.metrics import Measuring, Spectra
-from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.schedules import NEVER, Interval, Schedule, SolveInterval
@@ -44,7 +42,7 @@ from soframe.settings import (
     flat,
     group_of,
 )
-from soframe.setup import building, choosing, describing
+from soframe.setup import choosing, describing
 from soframe.setup.grouping import grouping
 from soframe.setup.parts import parts_of
 from soframe.state import checksums
@@ -52,7 +50,7 @@ from soframe.state import saving as state
 from soframe.state.bound import OfModel
 from soframe.step import phases
 from soframe.step.clip import Clipping
-from soframe.step.engine import Engine
+from soframe.step.engine import Engine, untraced
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
@@ -169,7 +167,6 @@ class Preconditioner(OfModel):
                 common=(self._clipping,),
             )
             self._settings["fisher"] = parts.fisher.kind
-        self._closed = False
         measuring = Measuring(self.backend.phases, phases.names)
         self.curvature = Curvature.of(parts)
         try:
@@ -212,7 +209,7 @@ class Preconditioner(OfModel):
             TypeError: If the outputs are not tensors, or are several without such a loss.
             RuntimeError: If no registered layer ran with gradients.
         """
-        self._require_open()
+        self.curvature.require_open()
         fisher, curvature = self._parts.fisher, self.curvature
         if fisher.kind == "empirical":
             return
@@ -259,14 +256,8 @@ class Preconditioner(OfModel):
                 first windows, or the reverse (`soframe.step.effect`).
             ValueError: If a setting that may change, such as a schedule, is out of range.
         """
-        self._require_open()
-        parts = self._parts
-        if self.curvature.on_paper:
-            building.require_materialised(parts.model.named_parameters())
-        with parts.home.shaped(parts.model.parameters()), within(parts.precision):
+        with self.curvature.stepping():
             self.engine.step()
-        # Weights move now, and torch keeps casts of them until its outermost context ends.
-        torch.clear_autocast_cache()
 
     def reset_batch(self) -> None:
         """Discard the statistics of the backward passes since the last step.
@@ -275,12 +266,6 @@ class Preconditioner(OfModel):
         except for an `observe` whose backward pass has not run. Every rank must call.
         """
         self.curvature.begin()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this preconditioner is closed")
-        if self.curvature.capture.closed:
-            raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
 
     # -- for an optimizer that tries several dampings between step() and its update ----------------
 
@@ -623,4 +608,3 @@ class Preconditioner(OfModel):
         Background solves are cancelled; one that has begun is waited for.
         """
         self.curvature.close()
-        self._closed = True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, TypeGuard
+from typing import Generic, Literal, TypeGuard, TypeVar
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -21,33 +21,49 @@ NEVER = 2**53
 """The interval of ``solve_every="demand"``, longer than any training."""
 
 
-def _called(name: str, value: Callable[[int], object], step: int) -> object:
-    """Return the result of a schedule; its own errors pass through."""
-    try:
-        return value(step)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise
-        raise TypeError(
-            f"{name} must be a number or a callable of the step, and {value!r} cannot be called "
-            f"with one: {error}"
-        ) from error
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """A setting in ``[0, high)``, or ``(0, high)``: constant or a callable of the step."""
+class _Setting(Generic[N]):
+    """A number that is constant or a callable of the step."""
 
     name: str  # of the setting, for errors
-    value: Schedule
-    high: float = math.inf
-    open_low: bool = False
+    value: N | Callable[[int], N]
 
     def __post_init__(self) -> None:
         if not callable(self.value):
-            self._check(self.value)
+            object.__setattr__(self, "value", self._number(self.value))
 
-    def _check(self, value: object) -> float:
+    def _number(self, value: object) -> N:
+        """Return a value as a number; raise a ValueError if it is out of range."""
+        raise NotImplementedError
+
+    def at(self, step: int) -> N:
+        """Return the value after a number of completed steps; an error if it is out of range."""
+        if not callable(self.value):  # checked before
+            return self.value
+        try:
+            value = self.value(step)
+        except TypeError as error:
+            # Errors of the callable itself pass through.
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise
+            raise TypeError(
+                f"{self.name} must be a number or a callable of the step, and {self.value!r} "
+                f"cannot be called with one: {error}"
+            ) from error
+        return self._number(value)
+
+
+@dataclass(frozen=True)
+class Scheduled(_Setting[float]):
+    """A setting in ``[0, high)``, or ``(0, high)``: constant or a callable of the step."""
+
+    high: float = math.inf
+    open_low: bool = False
+
+    def _number(self, value: object) -> float:
         number = math.nan
         if not isinstance(value, bool) and isinstance(value, Real):
             with suppress(OverflowError):  # an integer that no float can hold
@@ -60,37 +76,18 @@ class Scheduled:
             )
         return number
 
-    def at(self, step: int) -> float:
-        """Return the value after a number of completed steps; an error if it is out of range."""
-        if not callable(self.value):  # checked before
-            return float(self.value)
-        return self._check(_called(self.name, self.value, step))
-
 
 @dataclass(frozen=True)
-class Every:
+class Every(_Setting[int]):
     """An interval in steps, constant or a callable of the step."""
 
-    name: str  # of the setting, for errors
-    value: Interval
-
-    def __post_init__(self) -> None:
-        if not callable(self.value):
-            self._check(self.value)
-
-    def _check(self, value: object) -> int:
+    def _number(self, value: object) -> int:
         if not _is_positive(value):
             raise ValueError(
                 f"{self.name} must be a positive integer or a callable of the step that returns "
                 f"one, not {value!r}"
             )
         return int(value)
-
-    def at(self, step: int) -> int:
-        """Return the interval after a number of completed steps; an error if it is no interval."""
-        if not callable(self.value):  # checked before
-            return int(self.value)
-        return self._check(_called(self.name, self.value, step))
 
     def due(self, step: int) -> bool:
         """Return whether a step is due: step 0 and every multiple of the interval."""

@@ -66,7 +66,7 @@ BOUNDS: dict[str, dict[str, float]] = {
         "pronouns": 0.2,
         "repeated": 0.1,
         "functions above 15": 0,
-        "functions above 10": 34,
+        "functions above 10": 31,
     },
     "experiments": {
         "comprehensions": 31.4,

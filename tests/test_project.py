@@ -181,7 +181,7 @@ def test_no_file_writes_attributes_of_another_files_classes() -> None:
         ("transformers.py", "optimizer.step"),
         # A parcel is filled by its sender.
         ("updates.py", "parcel.tensors"),
-        ("solves.py", "job.parcel.tensors"),
+        ("solves.py", "job.tensors"),
     }
     written = []
     for file, tree in trees.items():

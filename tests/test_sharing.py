@@ -175,7 +175,7 @@ def test_convolutions_of_one_image(computed: list[LayerHelper]) -> None:
 
 
 def test_nothing_is_held_between_steps() -> None:
-    model = fill(nn.Sequential(nn.Linear(3, 2)))
+    model = fill(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     with closing(preconditioner(model)) as own:
         model(randn(2, 5, 3)).square().mean().backward()
         assert own.curvature.statistics.window.shared._known is not None

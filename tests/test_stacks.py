@@ -297,7 +297,7 @@ def test_factors_are_solved_together_as_stack_by_stack(
     """Shares of the damping and factors of all stacks, against a call for each."""
 
     def shares_of(runs: Sequence[solves.Run]) -> list[list[Tensor]]:
-        return [run.stack.like.shares(run.traces, run.damping) for run in runs]
+        return [solves._split_damping(run.stack.like, run.traces, run.damping) for run in runs]
 
     def each_alone(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
         return [solve_stack(p.solver, p.matrices, p.damping, p.last) for p in problems]

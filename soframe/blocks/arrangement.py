@@ -116,12 +116,6 @@ class Arrangement(Generic[B]):
             parameters += block.parameters.values()
         return parameters
 
-    def used(self) -> tuple[int, ...]:
-        """Return the blocks with a gradient."""
-        if len(self.like.home.of(self.parameters)) == len(self.parameters):
-            return self.all
-        return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
-
     def flattened(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Undo `parts` for a flat stack, of gradients in its dtype; else None."""
         views = self._views_of_blocks

@@ -1,4 +1,4 @@
-"""Blocks, and stacks: blocks that are alike, as one batch of matrices.
+"""Blocks, and stacks: blocks that are alike, as one batch of matrices; `PlacedBlocks` has all.
 
 A block has its numbers (`Record`), its slices of the tensors of a stack, and its gradients.
 
@@ -12,8 +12,10 @@ blocks (*members*, ascending indices). Numbers that differ by block are in `Reco
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.arrangement import Arrangement, Members
 from soframe.blocks.spec import BlockSpec
+from soframe.comm.base import Backend
 from soframe.comm.fused import Pending
 from soframe.comm.packing import pack_triangle, packed_diagonal, unpack_triangle
 from soframe.kernels.devices import on_device, on_host
@@ -30,9 +33,12 @@ from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
 from soframe.methods.base import Method
 from soframe.specs import VALUE, FactorSpec, SecondOrder, State
+from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
 
-_IS_TRAINED = attrgetter("requires_grad")
+log = logging.getLogger("soframe")
+
+_IS_TRAINED, _OBSERVES = attrgetter("requires_grad"), attrgetter("like.observes")
 # Blocks that differ in one of these are updated by calls of their own.
 _STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
 
@@ -215,6 +221,11 @@ class Block(BlockSpec):
         at = self.record.statistics_at
         return all(at.get(name, step) <= step for name, step in self.record.solved_at.items())
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter of the block has a gradient."""
+        return bool(self.home.of(self.parameters.values()))
+
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
@@ -249,9 +260,12 @@ class Stack(Arrangement[Block]):
     stays valid. Factors and accumulators change in place.
     """
 
-    def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], places: Sequence[BlockPlacement], held: Sequence[bool] = ()
+    ) -> None:
         super().__init__(blocks)
         self.places, self.place = tuple(places), places[0]  # they differ in owners alone
+        self.held = held  # by factor, whether this rank holds the running one
         self._factors: dict[str, Tensor] = {}
         self.lower: set[str] = set()  # factors that are valid in the lower triangle alone
         self.accumulators: dict[str, Tensor] = {}  # deferred statistics, packed
@@ -275,11 +289,11 @@ class Stack(Arrangement[Block]):
         for tensors in (self.factors, self.accumulators, self.data, self.state):
             tensors.clear()
 
-    def active(self, members: Members) -> Members:
-        """Return the blocks whose method already computes updates."""
-        if self.like.method.starts_at_once or not self.like.tensors:
-            return members
-        return [member for member in members if self.blocks[member].solved]
+    def used(self) -> tuple[int, ...]:
+        """Return the blocks with a gradient."""
+        if len(self.like.home.of(self.parameters)) == len(self.parameters):
+            return self.all
+        return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
@@ -438,6 +452,71 @@ class Stack(Arrangement[Block]):
                 else:
                     kept = dithered(tensor, kept.dtype, tensor.numel() // len(members), turn)
             self.state[name] = self.with_values(self.state.get(name), members, kept)
+
+
+@dataclass(eq=False)
+class PlacedBlocks:
+    """The blocks of a model, their placement on ranks, and the backend that sends their tensors.
+
+    Iterate for pairs of block and place.
+    """
+
+    blocks: Sequence[Block]
+    placement: Placement  # the owner, gradient workers and receivers of each block
+    backend: Backend  # the collectives between them
+    errors: list[Exception] = field(default_factory=list, repr=False)  # the first of this rank
+
+    def __post_init__(self) -> None:
+        self.rank = self.backend.rank  # this rank
+        self._places = dict(zip(self.blocks, self.placement.blocks, strict=True))
+        stacks: list[Stack] = []
+        for members in self.placement.stacks:
+            blocks = [self.blocks[index] for index in members]
+            places = [self.placement.blocks[index] for index in members]
+            stacks.append(Stack(blocks, places, places[0].held_by(self.rank)))
+        self.stacks = tuple(stacks)  # the blocks that are alike, batched
+        # Those with factors of averaged gradients.
+        self.observing = tuple(filter(_OBSERVES, stacks))
+        self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
+        self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
+
+    @cached_property
+    def is_apart(self) -> bool:
+        """Whether the model has several ranks, or sharded parameters."""
+        return self.backend.world_size > 1 or any(stack.like.shards for stack in self.stacks)
+
+    def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
+        return zip(self.blocks, map(self._places.__getitem__, self.blocks), strict=True)
+
+    def trained(self) -> PlacedBlocks:
+        """Return the blocks that are trained, within the stacks of all."""
+        trained = copy(self)
+        trained.blocks = [block for block in self.blocks if not block.frozen]
+        return trained
+
+    def members(self, blocks: Sequence[Block]) -> dict[Stack, tuple[int, ...]]:
+        """Return the stacks of some blocks, in the order of all stacks, with their members."""
+        chosen = set(blocks)
+        members_of: dict[Stack, tuple[int, ...]] = {}
+        for stack in self.stacks:
+            members = tuple([i for i, block in enumerate(stack.blocks) if block in chosen])
+            if members:
+                members_of[stack] = members
+        return members_of
+
+    def keep(self, error: Exception, stack: Stack) -> None:
+        """Raise an error of the middle of a step; with other ranks keep it: they go on."""
+        if self.backend.alone:
+            raise error
+        if not self.errors:
+            names = ", ".join(block.name for block in stack.blocks)
+            error.add_note(
+                f"in the step before, of {names}: weights may differ between ranks since, so load "
+                f"the last checkpoint"
+            )
+            # Now too, since no status follows the last step.
+            log.error("soframe: rank %d", self.rank, exc_info=error)
+            self.errors.append(error)
 
 
 class RunningFactors(Mapping[str, Tensor]):

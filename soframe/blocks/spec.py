@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from soframe.blocks.home import GradientHome
 from soframe.layers.base import BlockShape, LayerHelper
@@ -60,11 +60,6 @@ class BlockSpec:
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The dtypes of second-order data, of states and of running factors."""
         return self.dtype, self.state_dtype, self.factor_dtype
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any parameter of the block has a gradient."""
-        return any(map(self.home.has, self.parameters.values()))
 
     def share(self, first: BlockSpec) -> None:
         """Take the specs of a block of the same kind."""
@@ -225,16 +220,6 @@ class BlockSpec:
     def follows(self) -> bool:
         """Whether second-order data follow the factors between solves."""
         return any(solver.follows for _, _, solver in self.solved_factors)
-
-    def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
-        """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
-        # Each solver splits the block's damping over all of its factors together.
-        shares = list(traces)
-        for solver, numbers in self.solvers:
-            split = solver.shares([traces[number] for number in numbers], damping)
-            for number, share in zip(numbers, split, strict=True):
-                shares[number] = share
-        return shares
 
     def work(self, kind: int) -> BlockWork:
         """Return the block's work, for its placement; for ``kind`` see `BlockWork`."""

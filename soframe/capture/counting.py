@@ -288,8 +288,8 @@ class Passes:
 
     samples: Samples  # the terms that the loss averages over, where nothing is declared
     # Returns a function for the factor by which the loss of the pass under way is multiplied, the
-    # same function for all passes of these.
-    scale_reader: Callable[[], Callable[[], float]]
+    # same function for all passes of these. None for losses as they are.
+    scale_reader: Callable[[], Callable[[], float]] | None
     # The passes by their numbers.
     by_number: dict[int, Pass] = field(default_factory=dict, init=False)
     # The first error: the step raises it, on every rank.
@@ -396,7 +396,9 @@ class Passes:
 
         It is read once: the host may have to wait for it.
         """
-        if backward.loss_scale is None:
+        if self.scale_reader is None:
+            backward.loss_scale = 1.0
+        elif backward.loss_scale is None:
             try:
                 if self._read_scale is None:
                     self._read_scale = self.scale_reader()

@@ -308,13 +308,12 @@ class Capture:
         *,
         alike: bool,
         roots: Sequence[nn.Module] = (),
-        ended: Ended | None = None,
     ) -> None:
         """Hook the modules of these helpers, unhook all earlier ones, and send calls to a sink.
 
         The arguments of ``roots``, the model or the stages of a pipeline, show the batch.
         """
-        self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
+        self.sink, self.rereading, self.alike = sink, rereading, alike
         _remove(self._handles)
         self._roots, self._after, self.is_global = {}, [], False
         self.names = dict(names)
@@ -355,11 +354,12 @@ class Capture:
         calls: Calls,
         *,
         enabled: bool,
+        ended: Ended | None = None,
         without_inputs: frozenset[LayerHelper] = frozenset(),
         no_statistics: frozenset[LayerHelper] = frozenset(),
     ) -> None:
         """Record the calls of a window from now on, as it needs them; see the attributes."""
-        self.calls, self.enabled = calls, enabled
+        self.calls, self.enabled, self.ended = calls, enabled, ended
         # These hooks are there at statistics steps alone: torch.compile would make calls frames of
         # their own.
         if enabled != bool(self._after):

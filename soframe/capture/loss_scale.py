@@ -23,7 +23,7 @@ class LossScale:
     """Reads a ``GradScaler``, or a callable that returns the scale or the ``GradScaler``."""
 
     def __init__(self, scaler: torch.amp.GradScaler | Callable[[], float] | None) -> None:
-        self._scaler = scaler
+        self._scaler, self.is_given = scaler, scaler is not None
         self._known: torch.amp.GradScaler | None = None
         if isinstance(scaler, torch.amp.GradScaler):
             self._known = scaler

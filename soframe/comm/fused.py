@@ -6,8 +6,9 @@ Every rank starts the same collectives in the same order, so a wait blocks no ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -33,22 +34,34 @@ class Pending(Handle):
         self.sums, self.nbytes = sums, nbytes
 
 
-@dataclass
+@dataclass(eq=False)
 class Parcel:
     """Tensors that one rank sends to a group of ranks."""
 
     source: int
     group: tuple[int, ...]  # sorted, the source among them
-    specs: tuple[TensorSpec, ...]
+    specs: Sequence[TensorSpec]  # of one block
     dtype: torch.dtype
     device: torch.device
     tensors: list[Tensor] | None = None  # on the source before sending, on all ranks after
     missing: float = 0.0  # sent if the source has no tensors, such as NaN after a failed solve
+    blocks: int = 1  # whose groups lie side by side in each tensor
+
+    @cached_property
+    def stacked(self) -> Sequence[TensorSpec]:
+        """The specs of the tensors, with the groups of all blocks."""
+        if self.blocks == 1:
+            return self.specs
+        stacked: list[TensorSpec] = []
+        for spec in self.specs:
+            groups, *shape = spec.shape
+            stacked.append(TensorSpec((groups * self.blocks, *shape), spec.symmetric))
+        return stacked
 
     @property
     def sizes(self) -> list[int]:
         """Elements of each tensor that travel."""
-        return [spec.packed_numel for spec in self.specs]
+        return [spec.packed_numel for spec in self.stacked]
 
     @property
     def numel(self) -> int:
@@ -61,7 +74,7 @@ class Parcel:
             flat.fill_(self.missing)
             return
         parts = flat.split(self.sizes)
-        for spec, tensor, part in zip(self.specs, self.tensors, parts, strict=True):
+        for spec, tensor, part in zip(self.stacked, self.tensors, parts, strict=True):
             if spec.symmetric:
                 pack_triangle(tensor, out=part)
             else:
@@ -71,23 +84,12 @@ class Parcel:
         """Copy the tensors out of their part of a buffer, ``[numel]``."""
         self.tensors = []
         parts = flat.split(self.sizes)
-        for spec, part in zip(self.specs, parts, strict=True):
+        for spec, part in zip(self.stacked, parts, strict=True):
             if spec.symmetric:
                 *leading, n, _ = spec.shape
                 self.tensors.append(unpack_triangle(part.view(*leading, packed_size(n)), n))
             else:
                 self.tensors.append(own_memory(part.view(spec.shape)))
-
-
-def times(specs: Iterable[TensorSpec], blocks: int) -> tuple[TensorSpec, ...]:
-    """Return the specs of tensors with the groups of many blocks."""
-    if blocks == 1:
-        return tuple(specs)
-    stacked: list[TensorSpec] = []
-    for spec in specs:
-        groups, *shape = spec.shape
-        stacked.append(TensorSpec((groups * blocks, *shape), spec.symmetric))
-    return tuple(stacked)
 
 
 def buckets(
@@ -206,8 +208,6 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     Sums kept by several ranks but not by all travel twice, to one of them and from there to the
     others, with a wait in between.
     """
-    if backend.world_size == 1:
-        return []
     reduced = [s for s in sums if backend.rank in s.reduction.group and len(s.reduction.group) > 1]
     reductions = in_buckets(reduced, lambda s: s.route(s.reduction.group))
     pending = [_reduce(backend, bucket, phase) for bucket in reductions]

@@ -54,8 +54,6 @@ class Report:
 
     def over_ranks(self, backend: Backend) -> Report:
         """Return the sums over all ranks, the same on every rank, by one all-reduce."""
-        if backend.world_size == 1:
-            return self
         flat: list[float] = [getattr(self, name) for name in _NUMBERS]
         for name in _LISTS:
             flat += getattr(self, name)

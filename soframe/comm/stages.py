@@ -87,11 +87,6 @@ class Stages:
         """Return this rank's error, or one that names another stage's if only that one failed."""
         return error
 
-    def raise_on_all_stages(self, error: Exception | None) -> None:
-        """Raise an error, the same on all copies of this stage, on all stages; None for none."""
-        if error is not None:
-            raise error
-
     def any(self, flag: bool) -> bool:
         """Return the logical or of a flag over stages."""
         return flag

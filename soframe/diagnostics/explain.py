@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.comm.agreement import gather_json
 from soframe.diagnostics.metrics import NORMS
 from soframe.estimate.statistics import Accumulator, Folded

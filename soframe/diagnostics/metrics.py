@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block, unpack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, unpack
 from soframe.combinations import READ_BY
 from soframe.comm.agreement import gather_json
 from soframe.diagnostics.norms import Norms, measure

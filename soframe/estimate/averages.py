@@ -26,12 +26,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block, Stack, unpack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack, unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
-from soframe.estimate.gradients import Gradient, Gradients
+from soframe.estimate.gradients import Gradient
 from soframe.estimate.plan import Plan
 from soframe.kernels.devices import along_first, sent
 from soframe.layers.layout import BlockShape
@@ -77,7 +76,7 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
     for term in terms:
         # As kfac-pytorch's averages, which start from the identity.
         if identity or term.factor.starts:
-            _start(term.stack, term.members, term.index, backend.rank)
+            _start(term.stack, term.members, term.index)
         _increase_masses(term, decay)
         if term.stack.place.deferred:
             _accumulate(term, decay, backend.rank)
@@ -92,26 +91,26 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
 
 def _reduce(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
     """Begin to sum terms over ranks; terms of one rank alone are averaged at once."""
-    backend = placed.backend
-    sums = {_sum(term): term for term in terms}
-    for pending in add_up(backend, list(sums), "reduce"):
-        held: list[tuple[Term, Sum]] = []
-        waiting: dict[Stack, None] = {}
-        for total in pending.sums:
-            term = sums[total]
-            waiting[term.stack] = None
-            if term.stack.place.holds(backend.rank, term.index):
-                held.append((term, total))
-        entry = _then_average(placed, pending, held)
-        # Ranks that only send wait too: until then the engine keeps their buffer.
-        for stack in waiting:
-            stack.pending.append(entry)
+    sums: dict[Sum, Term] = {}
     alone: list[Term] = []
-    for total, term in sums.items():
-        is_held = term.stack.place.holds(backend.rank, term.index)
-        if is_held and len(total.reduction.group) < 2:
-            term.tensor = total.tensor
+    for term in terms:
+        if len(term.stack.place.reductions[term.index].group) > 1:
+            sums[_sum(term)] = term
+        elif term.stack.held[term.index]:
             alone.append(term)
+    if sums:
+        for pending in add_up(placed.backend, list(sums), "reduce"):
+            held: list[tuple[Term, Sum]] = []
+            waiting: dict[Stack, None] = {}
+            for total in pending.sums:
+                term = sums[total]
+                waiting[term.stack] = None
+                if term.stack.held[term.index]:
+                    held.append((term, total))
+            entry = _then_average(placed, pending, held)
+            # Ranks that only send wait too: until then the engine keeps their buffer.
+            for stack in waiting:
+                stack.pending.append(entry)
     average(placed, alone)
 
 
@@ -270,29 +269,24 @@ def _accumulate(term: Term, decay: float, rank: int) -> None:
             view.add_(part, alpha=1 - decay)
 
 
-def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bool) -> None:
-    """Average statistics of the averaged gradients into running factors; every rank must call.
+def observe(placed: PlacedBlocks, stack: Stack, gradient: Gradient | None, plan: Plan) -> None:
+    """Average statistics of a stack's averaged gradients into running factors, on every rank.
 
-    All gradient workers compute the same statistics, so nothing is sent. Methods that wait for the
-    updates (`refreshes_after`) are called with ``after``. Blocks without statistics take their
-    first ones in any step, and so do blocks that had no gradient when these were last due; the
-    others if they are due.
+    All gradient workers compute the same statistics, so nothing is sent. Blocks without statistics
+    take their first ones in any step, and so do blocks that had no gradient when these were last
+    due; the others if they are due.
     """
-    for stack in placed.stacks:
-        like, gradient = stack.like, gradients.get(stack)
-        if not like.observes or like.method.refreshes_after != after:
-            continue
-        if plan.observes and not like.captured:
-            _mark_missed(stack, gradient)
-        if gradient is None:
-            continue
-        for chosen in stack.alike(_due_members(stack, gradient, plan)):
-            matrix = gradient.of(stack, chosen)
-            factors: Mapping[str, Tensor] = {}
-            with placed.backend.phases("observe"):
-                if matrix is not None and placed.rank in stack.place.gradient_workers:
-                    factors = _statistics(placed, stack, chosen, matrix)
-                _average_observed(placed, stack, chosen, factors, plan)
+    if plan.observes and not stack.like.captured:
+        _mark_missed(stack, gradient)
+    if gradient is None:
+        return
+    for chosen in stack.alike(_due_members(stack, gradient, plan)):
+        matrix = gradient.of(stack, chosen)
+        factors: Mapping[str, Tensor] = {}
+        with placed.backend.phases("observe"):
+            if matrix is not None and placed.rank in stack.place.gradient_workers:
+                factors = _statistics(placed, stack, chosen, matrix)
+            _average_observed(placed, stack, chosen, factors, plan)
 
 
 def _due_members(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
@@ -346,14 +340,14 @@ def _average_observed(
         if factor.captured:
             continue
         if factor.starts:
-            _start(stack, members, index, placed.rank)
+            _start(stack, members, index)
         term = Term(stack, members, index, None, turn=plan.step)
         _increase_masses(term, plan.decay)
         if not stack.like.captured:
             for block in term.blocks:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
-        if stack.place.holds(placed.rank, index):
+        if stack.held[index]:
             term.tensor = factors[factor.name].to(stack.like.dtype)
             average(placed, [term])
 
@@ -422,7 +416,7 @@ def _settled_terms(
     totals: list[tuple[Term, Tensor | None]] = []
     for summed, term in sums.items():
         total, stack, factor = None, term.stack, term.factor
-        if stack.place.holds(backend.rank, term.index):
+        if stack.held[term.index]:
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
             total = summed.packed()
             masses: list[float] = []
@@ -467,7 +461,7 @@ def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
     return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
 
 
-def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
+def _start(stack: Stack, members: Iterable[int], index: int) -> None:
     """Start averages without statistics: by their kind, from the identity, or else from ones."""
     factor = stack.like.factors[index]
     new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
@@ -475,7 +469,7 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
     numbers = factor.groups if factor.mean_over == "group rows" else 1
     for member in new:
         stack.blocks[member].record.masses[factor.name] = tuple([1.0] * numbers)
-    if not new or not stack.place.holds(rank, index):
+    if not new or not stack.held[index]:
         return
     start = _initial(factor, stack.like)
     start = start.repeat(len(new), *repeat(1, start.dim() - 1))

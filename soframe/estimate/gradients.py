@@ -21,9 +21,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Stack
+from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.blocks.home import GradientHome
-from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend, Handle
 from soframe.comm.shards import Split, gather
 from soframe.strategies.buckets import in_buckets

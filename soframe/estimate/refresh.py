@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
 from soframe.schedules import (
@@ -36,7 +35,7 @@ class Refresh:
     # The interval of statistics of calls in the window under way, agreed on by all ranks.
     coming: int = field(init=False, repr=False)
     # The turns of the blocks, and the placement and the interval that they are for.
-    _last_turns: Sequence[int] = field(default=(), repr=False)
+    _last_turns: Mapping[Block, int] = field(default_factory=dict, repr=False)
     _last_turns_for: tuple[object, ...] = field(default=(), repr=False)
     _warned_of: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
@@ -160,26 +159,27 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=9)
+            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=8)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
-        turns_of_blocks = self._turns(placed, plan.solve_every)
-        for block, turn_of_block in zip(placed.blocks, turns_of_blocks, strict=True):
-            if not block.tensors or block.method.refreshes_after != after:
+        turn_of: Mapping[Block, int] = {}
+        if self.stagger:
+            turn_of = self._turns(placed, plan.solve_every)
+        for block in placed.solvable:
+            if block.method.refreshes_after != after:
                 continue
-            is_turn = turn == turn_of_block and not block.rests
+            is_turn = turn == turn_of.get(block, 0) and not block.rests
             if (is_turn or not block.solved) and block.mass > 0:
                 due.append(block)
         return due
 
-    def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
-        """Return the step of the interval at which each block is solved."""
-        if not self.stagger:
-            return [0] * len(placed.blocks)
+    def _turns(self, placed: PlacedBlocks, every: int) -> Mapping[Block, int]:
+        """Return the step of the interval at which each block is solved, spread over it."""
         # The balance is computed once per placement and interval.
         if self._last_turns_for != (placed.placement, every):
             self._last_turns_for = (placed.placement, every)
-            self._last_turns = turns(placed.placement, every)
+            numbers = turns(placed.placement, every)
+            self._last_turns = dict(zip(placed.blocks, numbers, strict=True))
         return self._last_turns
 
 

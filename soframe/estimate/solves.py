@@ -20,15 +20,15 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block, Stack, unpack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack, unpack
 from soframe.comm.agreement import start_sum
 from soframe.comm.base import Backend
-from soframe.comm.fused import Parcel, Pending, buckets, send, times
+from soframe.comm.fused import Parcel, Pending, buckets, send
 from soframe.estimate.averages import settle
 from soframe.estimate.worker import Work, Worker
 from soframe.solvers.base import Problem, Solver, retry, solve_stacks
@@ -40,16 +40,16 @@ log = logging.getLogger("soframe")
 FAILED = 1  # it cannot be solved
 RAISED = 2  # the solver raised another error
 RETRIED = 3  # float64 solved it
+_OUTCOMES = attrgetter("outcomes")
 
 
-@dataclass(eq=False)
-class Job:
-    """One factor of a run."""
+@dataclass(eq=False, kw_only=True)
+class Job(Parcel):
+    """One factor of a run: its results travel from the owner to the ranks that need them."""
 
     names: tuple[str, ...]  # the names of the tensors that the solver makes
     factor: FactorSpec
     solver: Solver
-    parcel: Parcel  # sends the results from the owner to the ranks that need them
     needed: bool  # whether this rank needs the results
     last: dict[str, Tensor]  # the data of the last solve, for a solver that continues from them
     outcomes: list[int]  # by block, until the end on the owner alone
@@ -83,18 +83,6 @@ class Run:
         if self.owned:
             self.work = worker.submit(lambda: _solve([self])[0], uses)
 
-    def fill_parcels(self, tensors: list[Tensor] | None) -> None:
-        """Put the results of this rank into the parcels; None if a solver has raised."""
-        if tensors is None:
-            return
-        remaining = iter(tensors)
-        for job in self.owned:
-            job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
-
-    def sends(self, parcels: Collection[int]) -> bool:
-        """Return whether results of this rank travel in parcels, which are given by their ids."""
-        return any(id(job.parcel) in parcels for job in self.owned)
-
     def problems(self, shares: Sequence[Tensor]) -> list[Problem]:
         """Return the factors that this rank owns, with their shares of the damping."""
         problems = []
@@ -109,11 +97,11 @@ class Run:
         return problems
 
     def results(self, attempts: Sequence[Attempt]) -> list[Tensor]:
-        """Return the second-order data as a list, after another attempt for failed groups."""
+        """Keep and return the second-order data, after another attempt for failed groups."""
         tensors: list[Tensor] = []
         for job, attempt in zip(self.owned, attempts, strict=True):
             returned = {name: tuple(tensor.shape) for name, tensor in attempt.data.items()}
-            declared = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
+            declared = {n: spec.shape for n, spec in zip(job.names, job.stacked, strict=True)}
             if not declared.items() <= returned.items():
                 raise ValueError(
                     f"{job.solver!r}: solve() returned {returned} for the factor "
@@ -121,6 +109,9 @@ class Run:
                 )
             data = self._retry(job, attempt) if attempt.failed else attempt.data
             tensors += [data[name] for name in job.names]
+        remaining = iter(tensors)
+        for job in self.owned:  # once all are there
+            job.tensors = list(itertools.islice(remaining, len(job.names)))
         return tensors
 
     def fail(self, error: Exception) -> None:
@@ -242,15 +233,27 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     for same in alike.values():
         like, damping = same[0].stack.like, same[0].damping
         if len(same) == 1:
-            shares[same[0]] = like.shares(same[0].traces, damping)
+            shares[same[0]] = _split_damping(like, same[0].traces, damping)
             continue
         # One tensor for each factor, [groups of all runs]: first the traces, then the shares.
         traces_of_factors = zip(*[run.traces for run in same], strict=True)
-        joint_shares = like.shares(list(map(torch.cat, traces_of_factors)), damping)
+        joint_traces = list(map(torch.cat, traces_of_factors))
+        joint_shares = _split_damping(like, joint_traces, damping)
         groups = [len(run.traces[0]) for run in same]
         shares_of_runs = zip(*[share.split(groups) for share in joint_shares], strict=True)
         shares.update(zip(same, map(list, shares_of_runs), strict=True))
     return [shares[run] for run in runs]
+
+
+def _split_damping(like: Block, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
+    """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
+    # Each solver splits the block's damping over all of its factors together.
+    shares = list(traces)
+    for solver, numbers in like.solvers:
+        split = solver.shares([traces[number] for number in numbers], damping)
+        for number, share in zip(numbers, split, strict=True):
+            shares[number] = share
+    return shares
 
 
 @dataclass(eq=False)
@@ -269,7 +272,7 @@ class SolveRound:
     lands: float  # the step at which background results are installed; infinite for "ready"
     pending: list[Pending] = field(default_factory=list)  # the results on their way
     # Waits for the outcomes of all jobs, one for each block, summed over ranks.
-    summed_outcomes: Callable[[], list[float]] = list
+    summed_outcomes: Callable[[], list[float]] | None = None
 
     @classmethod
     def begin(
@@ -329,36 +332,37 @@ class SolveRound:
 
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
-        for runs, bucket in self._parts():
-            with self.placed.backend.phases("solve"):
+        backend = self.placed.backend
+        owned = [run for run in self.runs if run.owned]
+        parts: Sequence[tuple[Sequence[Run], Sequence[Parcel]]] = [(owned, ())]
+        if backend.world_size > 1:
+            parts = self._parts(owned)
+        for runs, bucket in parts:
+            with backend.phases("solve"):
                 now: list[Run] = []
                 for run in runs:
                     if run.work is None:
                         now.append(run)
                     else:
-                        run.fill_parcels(run.work.result())
+                        run.work.result()  # waits for its end
                 if now:
-                    for run, tensors in zip(now, _solve(now), strict=True):
-                        run.fill_parcels(tensors)
+                    _solve(now)
             if bucket:
-                with self.placed.backend.phases("share"):
-                    self.pending.append(send(self.placed.backend, bucket, "share"))
-        outcomes: list[int] = []
-        for job in self.jobs:
-            outcomes += job.outcomes
-        # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-        self.summed_outcomes = start_sum(self.placed.backend, outcomes, torch.float32)
+                with backend.phases("share"):
+                    self.pending.append(send(backend, bucket, "share"))
+        if backend.world_size > 1:
+            # Outcomes are set by owners alone, so the sum over ranks is the outcome.
+            outcomes = itertools.chain.from_iterable(map(_OUTCOMES, self.jobs))
+            self.summed_outcomes = start_sum(backend, list(outcomes), torch.float32)
 
-    def _parts(self) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
+    def _parts(self, waiting: list[Run]) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
         """Return this rank's runs with the bucket that they are solved for, in order.
 
         Each bucket is sent before the next one is solved, so that sending overlaps with solving.
         """
-        waiting = [run for run in self.runs if run.owned]
         parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
-        for bucket in buckets(self.placed.backend, [job.parcel for job in self.jobs]):
-            parcels = set(map(id, bucket))
-            senders = [run for run in waiting if run.sends(parcels)]
+        for bucket in buckets(self.placed.backend, self.jobs):
+            senders = [run for run in waiting if not set(bucket).isdisjoint(run.owned)]
             for run in senders:
                 waiting.remove(run)
             parts.append((senders, bucket))
@@ -371,13 +375,14 @@ class SolveRound:
         with self.placed.backend.phases("share"):
             for pending in self.pending:
                 pending.wait()
-            outcomes = list(map(int, self.summed_outcomes()))
-        remaining = iter(outcomes)
-        for job in self.jobs:
-            job.outcomes = list(itertools.islice(remaining, len(job.outcomes)))
+            if self.summed_outcomes is not None:
+                remaining = map(int, self.summed_outcomes())
+                for job in self.jobs:
+                    job.outcomes = list(itertools.islice(remaining, len(job.outcomes)))
         _raise_errors(self.runs)
-        counters["failed_solves"] += outcomes.count(FAILED)
-        counters["retried_solves"] += outcomes.count(RETRIED)
+        for job in self.jobs:
+            counters["failed_solves"] += job.outcomes.count(FAILED)
+            counters["retried_solves"] += job.outcomes.count(RETRIED)
         installed: list[Block] = []
         solved_of: dict[Stack, list[Run]] = {}
         for run in self.runs:
@@ -403,27 +408,32 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
     runs, like = [], stack.like
     for (_, block_damping, solved), chosen in alike.items():
         place = stack.places[chosen[0]]
-        jobs = []
+        jobs: list[Job] = []
         for index, factor, solver in like.solved_factors:
             specs = like.tensors[factor.name]
-            parcel = Parcel(
+            # An owner that is no gradient worker has no last data, and solves from scratch.
+            last: dict[str, Tensor] = {}
+            if solved and solver.continues:
+                last = stack.take_each(stack.data.get(factor.name, {}), chosen)
+            job = Job(
+                names=tuple(specs),
+                factor=factor,
+                solver=solver,
+                needed=rank in place.needing[index],
+                last=last,
+                outcomes=[0] * len(chosen),
                 source=place.owners[index],
                 group=place.sharing[index],
-                specs=times(specs.values(), len(chosen)),
+                specs=tuple(specs.values()),
+                blocks=len(chosen),
                 dtype=like.dtype,
                 device=like.device,
                 # If the solve fails, NaN is sent: the other ranks wait for a tensor.
                 missing=math.nan,
             )
-            needed = rank in place.needing[index]
-            # An owner that is no gradient worker has no last data, and solves from scratch.
-            last: dict[str, Tensor] = {}
-            if solved and solver.continues:
-                last = stack.take_each(stack.data.get(factor.name, {}), chosen)
-            outcomes = [0] * len(chosen)
-            jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last, outcomes))
+            jobs.append(job)
         blocks = stack.blocks_of(chosen)
-        owned = [job for job in jobs if job.parcel.source == rank]
+        owned = [job for job in jobs if job.source == rank]
         runs.append(Run(stack, tuple(chosen), blocks, block_damping, jobs, owned))
     return runs
 
@@ -527,7 +537,7 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
 def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:
     """Return the second-order data of a factor of all solved blocks, in the order of members."""
     first = runs[0]
-    names, tensors = first.jobs[number].names, first.jobs[number].parcel.tensors
+    names, tensors = first.jobs[number].names, first.jobs[number].tensors
     assert tensors is not None
     # The tensors of one run without failures have the order of its members already.
     if len(runs) == 1 and len(first.solved) == len(first.members):
@@ -536,7 +546,7 @@ def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str,
     for index, name in enumerate(names):
         blocks: list[Tensor] = []
         for run in runs:
-            tensors = run.jobs[number].parcel.tensors
+            tensors = run.jobs[number].tensors
             assert tensors is not None
             blocks += run.split(tensors[index])
         joined[name] = torch.cat([blocks[position] for position in order])
@@ -593,8 +603,7 @@ class Solves:
 
     def land_if_finished(self, waiting: Sequence[float]) -> None:
         """Let the oldest solve land at this step if all ranks have finished it."""
-        # The sum of the ranks' flags; without "ready" they have none.
-        all_finished = list(waiting) == [0.0]
+        all_finished = list(waiting) == [0.0]  # the sum of the ranks' flags
         if self._under_way and all_finished:
             self._under_way[0].lands = 0  # which any step has reached
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Stack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
 from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
@@ -35,7 +35,6 @@ from soframe.estimate.averages import Term, by_group, enter
 from soframe.estimate.window import Tally, Window
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper
-from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import Contribution, Counts, Multipliers, Scale
@@ -71,21 +70,22 @@ class Accumulator:
         *,
         scale: Scale,
         samples: Samples,  # the terms that the loss averages over, unless declared for the batch
-        # Returns a function for the factor by which the loss of a backward pass is multiplied.
-        scale_reader: Callable[[], Callable[[], float]],
+        # Returns a function for the factor by which the loss of a backward pass is multiplied; None
+        # for losses as they are.
+        scale_reader: Callable[[], Callable[[], float]] | None,
         capture: Capture,
         sampler: Sampler,
         # The index of the pipeline stage of a block: all stages have equally many backward passes.
         stage_of: Callable[[Block], int],
     ) -> None:
-        self._placed = placed
+        self._placed, self._pairs = placed, tuple(placed)
         # By block: the factors to which this rank contributes, and those that read inputs.
         self._contributed: dict[Block, list[FactorSpec]] = {}
         self._readers: dict[Block, set[str]] = {}
         # Layers whose inputs are needed along with every probe's rows.
         rereading: list[LayerHelper] = []
         self._block_of: dict[LayerHelper, Block] = {}
-        for block, place in placed:
+        for block, place in self._pairs:
             self._contributed[block], self._readers[block] = [], set()
             for index, factor in enumerate(block.factors):
                 if not factor.captured or not place.contributes(placed.rank, index):
@@ -97,6 +97,7 @@ class Accumulator:
             if block.has_rows_by_group or block.reads_both:
                 rereading += block.helpers
         self._rereading = frozenset(rereading)
+        self._sharing = _may_share(self._block_of)
         # Layers whose inputs are needed on this rank in the window under way.
         self._reading: set[LayerHelper] = set()
         self._capture, self._sampler = capture, sampler
@@ -115,9 +116,7 @@ class Accumulator:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         alike = _all_contribute(self._placed)
-        self._capture.listen(
-            self.add, names, self._rereading, alike=alike, roots=roots, ended=self._end_pass
-        )
+        self._capture.listen(self.add, names, self._rereading, alike=alike, roots=roots)
 
     def begin(
         self,
@@ -151,10 +150,11 @@ class Accumulator:
                 else:
                     self._reading.add(helper)
         draw = Draw(self._sampler, step)
-        self.window = Window(frozenset(gathered), passes, draw, tallies, calls)
+        self.window = Window(frozenset(gathered), self._block_of, passes, draw, tallies, calls)
         self._capture.begin(
             calls,
             enabled=bool(gathered),
+            ended=self.window.end_pass,
             without_inputs=frozenset(without_inputs),
             no_statistics=frozenset(no_statistics),
         )
@@ -167,27 +167,35 @@ class Accumulator:
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
-        helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
-        call = _by_sample(block, call, is_routed=block in self._routed)
+        helper, block = call.helper, self._block_of[call.helper]
+        if block.takes_samples or call.is_ragged:
+            call = _by_sample(block, call, is_routed=block in self._routed)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             if self.window.is_empty(call):
                 self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
-        data = self._data(block, helper, rows, call.batch)
+        # Without count() all rows are data.
+        data = self._data(block, helper, rows, call.batch) if self._capture.counts else None
         data_sizes = _sizes(data, batch, shared)
         backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
-        if not self._adds(block, call, backward):
-            return
+        if self._adds(block, call, backward):
+            self._add_rows(block, call, rows, data, backward)
 
+    def _add_rows(
+        self, block: Block, call: LayerCall, rows: Tensor, data: DataRows | None, backward: Pass
+    ) -> None:
+        """Count the rows of a call, and add their moments to the sums; for ``data`` see `_data`."""
+        helper, probe = call.helper, call.probe
+        batch, shared = rows.shape[1], rows.shape[2]
+        has_data = _sizes(data, batch, shared)[1] > 0
         users, size = 1, backward.size_of(call.batch)
         if self._lacks_batch(block, helper, batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
-            if batch > 1:
-                call, rows = _as_one_sample(call, rows)
-                batch, shared = 1, batch * shared
+            call, rows = _as_one_sample(call, rows)
+            batch, shared = rows.shape[1], rows.shape[2]
         if block.method.reduces:  # all positions of a sample make one row
             shared = 1
         reached = None
@@ -205,7 +213,7 @@ class Accumulator:
             counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
         factors = self._gathered(block)
-        if factors and data_sizes[1] > 0:
+        if factors and has_data:
             scale = self._scale.call(
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
@@ -250,10 +258,6 @@ class Accumulator:
             )
         return earlier is not backward
 
-    def _end_pass(self, reached: Iterable[LayerHelper]) -> None:
-        """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        self.window.end_pass({self._block_of[helper] for helper in reached})
-
     def _sum(
         self,
         block: Block,
@@ -276,7 +280,7 @@ class Accumulator:
             )
         is_first = self.window.tallies[block].counts.calls <= 1
         moments = block.method.statistics(
-            _call(block, helper, inputs if reads else None, rows, self.window.shared, is_first)
+            self._call(block, helper, inputs if reads else None, rows, is_first)
         )
         sums = self.window.sums_of(block.stack, factors)
         for factor in factors:
@@ -296,11 +300,35 @@ class Accumulator:
                 # Not raised here: the other ranks would wait in the backward pass.
                 self.window.passes.fail(error)
 
+    def _call(
+        self,
+        block: Block,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...] | None,
+        rows: Tensor,
+        first: bool,
+    ) -> Call:
+        """Return a call as methods see it."""
+        is_widened = False
+        if rows.dtype != block.dtype and rows.shape[0] == 1 and widens(rows, block.dtype):
+            # Not inherited: a subclass may override the moments, and has to declare this itself.
+            is_widened = vars(type(helper)).get("widens", False)
+        return Call(
+            helper=helper,
+            inputs=inputs,
+            rows=rows,
+            dtype=block.dtype,
+            shared=self.window.shared if helper in self._sharing else None,
+            data=block.second_order if block.needing_data else {},
+            widens=is_widened,
+            first=first,
+        )
+
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
     ) -> DataRows | None:
         """Return the rows or samples of a call that are data; None for all."""
-        if self._capture.counts and not batch.declared:
+        if not batch.declared:
             self.window.passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass without count(): once count() is used, "
@@ -350,7 +378,7 @@ class Accumulator:
         self._last_counts = None
         if not self.window.due:
             return numbers
-        for block, place in self._placed:
+        for block, place in self._pairs:
             if block not in self.window.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
@@ -387,7 +415,7 @@ class Accumulator:
         window.forget_inputs()
         numbers = iter(weights)
         used: dict[Block, Weights] = {}
-        for block, place in self._placed:
+        for block, place in self._pairs:
             if block in window.due:
                 total = weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
@@ -584,6 +612,8 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:
     """Return a call whose rows are all of one sample, ``[groups, 1, batch * shared, features]``."""
+    if rows.shape[1] == 1:
+        return call, rows
     inputs = tuple(x.reshape(1, -1) for x in call.inputs)
     return call._replace(inputs=inputs), rows.flatten(1, 2).unsqueeze(1)
 
@@ -602,29 +632,11 @@ def _split(
     return parts
 
 
-def _call(
-    block: Block,
-    helper: LayerHelper,
-    inputs: tuple[Tensor, ...] | None,
-    rows: Tensor,
-    shared: SharedInputs,
-    first: bool,
-) -> Call:
-    """Return a call as methods see it."""
-    is_widened = False
-    if rows.dtype != block.dtype and rows.shape[0] == 1 and widens(rows, block.dtype):
-        # Not inherited: a subclass may override the moments, and has to declare this itself.
-        is_widened = vars(type(helper)).get("widens", False)
-    return Call(
-        helper=helper,
-        inputs=inputs,
-        rows=rows,
-        dtype=block.dtype,
-        shared=shared,
-        data=block.second_order if block.needing_data else {},
-        widens=is_widened,
-        first=first,
-    )
+def _may_share(helpers: Iterable[LayerHelper]) -> set[LayerHelper]:
+    """Return the layers that may share their input moments with another one."""
+    keys = {helper: helper.input_key() for helper in helpers}
+    numbers = Counter(keys.values())
+    return {helper for helper, key in keys.items() if numbers[key] > 1}
 
 
 def _with_zeros(rows: Tensor, data: DataRows) -> Tensor:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block, Stack
+from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.blocks.home import GradientHome
-from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
-from soframe.comm.fused import Parcel, deliver, times
+from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of, parcel_of
@@ -29,7 +27,8 @@ class Update:
     """The update of some blocks of a stack, from their gradient to the tensors that are written."""
 
     stack: Stack
-    members: tuple[int, ...]  # the blocks, which all have a gradient
+    members: tuple[int, ...]  # the indices of the blocks, which all have a gradient
+    blocks: Sequence[Block]
     # Their averaged gradients, ``[groups, out, in]``, or ``[entries, 1, 1]`` of an elementwise
     # method; None if this rank does not have them.
     gradient: Tensor | None
@@ -42,11 +41,6 @@ class Update:
     parcel: Mapping[str, Tensor] = field(default_factory=dict)
     # This rank's parts of sharded parameters, by block and name.
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
-
-    @cached_property
-    def blocks(self) -> Sequence[Block]:
-        """The blocks."""
-        return self.stack.blocks_of(self.members)
 
     def compute(self, gradient: Tensor, damping: float) -> None:
         """Compute the update and the new state by the method."""
@@ -92,11 +86,13 @@ class Update:
         group = place.exchanges[worker]
         if len(group) == 1:
             return None
-        specs: tuple[TensorSpec, ...] = (TensorSpec(self.stack.shape_of(self.members)),)
-        tensors = [] if self.matrix is None else [self.matrix]
         if like.parcel:
-            specs = times(like.parcel.values(), len(self.members))
-            tensors = list(self.parcel.values())
+            specs, tensors = list(like.parcel.values()), list(self.parcel.values())
+            sent = tensors or None  # zeros travel after an error
+            blocks = len(self.members)
+            return Parcel(worker, group, specs, like.dtype, like.device, sent, blocks=blocks)
+        specs = [TensorSpec(self.stack.shape_of(self.members))]
+        tensors = [] if self.matrix is None else [self.matrix]
         return Parcel(worker, group, specs, like.dtype, like.device, tensors)
 
     def receive(self, tensors: Sequence[Tensor]) -> None:

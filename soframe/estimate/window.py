@@ -7,7 +7,7 @@ adds calls to the window under way; the step folds its sums into running factors
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from soframe.capture.counting import Pass, Passes
 from soframe.capture.hooks import Calls, LayerCall
 from soframe.capture.sampling import Draw
 from soframe.kernels.precision import Precision, within
+from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Addend, few_rows
 from soframe.methods.scaling import Contribution, Counts
@@ -185,6 +186,7 @@ class Window:
     """The records of the passes between two steps, on this rank."""
 
     due: frozenset[Block]  # the blocks that take statistics, the same on every rank
+    block_of: Mapping[LayerHelper, Block]  # the block of each layer with calls
     passes: Passes  # the backward passes, and their samples
     draw: Draw  # takes some of the rows of each call
     tallies: dict[Block, Tally]  # the numbers of each block; empty if no block takes statistics
@@ -236,9 +238,9 @@ class Window:
                 return False
         return True
 
-    def end_pass(self, reached: Iterable[Block]) -> None:
+    def end_pass(self, reached: Iterable[LayerHelper]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        for block in reached:
+        for block in {self.block_of[helper] for helper in reached}:
             self.unended.discard(block)
             tally = self.tallies[block]
             # None if a framework has put the gradient elsewhere.
@@ -263,7 +265,7 @@ class Window:
             elif not mark.fits(gradient, block.home.version(mark.parameter, gradient)):
                 changed[block] = gradient
         # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
-        if not any_nonzero(list(changed.values())):
+        if changed and not any_nonzero(list(changed.values())):
             zeroed += changed.keys()
         if zeroed:
             self._drop(zeroed, number)
@@ -363,8 +365,8 @@ def _add_tensor(moment: Tensor, total: Tensor | None, scale: float) -> Tensor:
 
 def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
-    for parameter in block.parameters.values():
-        gradient = block.home.read(parameter)
+    parameters = list(block.parameters.values())
+    for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
         if gradient is not None:
             storage = None
             if not gradient.is_sparse:

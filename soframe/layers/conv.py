@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.kernels import devices, pointwise
-from soframe.kernels.dispatch import PATHS, Path, choose
+from soframe.kernels.dispatch import PATHS, Path, choose, entries
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, add_moment, new_sum, with_ones
 from soframe.kernels.unfold import patches
@@ -96,8 +96,7 @@ class Conv2dHelper(LayerHelper):
         x, geometry = self._image(inputs, output_rows.dtype)
         gpu = devices.on_gpu(x)
         path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
-        numbers = geometry.groups * geometry.positions * geometry.features
-        if path == "unfold" and numbers <= FEW and not gpu:
+        if path == "unfold" and entries(geometry) <= FEW and not gpu:
             rows = patches(x, geometry)
             if self.bias is not None:
                 rows = with_ones(rows)

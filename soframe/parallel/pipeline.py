@@ -200,9 +200,9 @@ class Pipeline(Stages):
         try:
             yield
         except Exception as error:  # of any kind: the other stages wait for it
-            self.raise_on_all_stages(error)
+            self._raise_on_all_stages(error)
         else:
-            self.raise_on_all_stages(None)
+            self._raise_on_all_stages(None)
 
     def put_together(
         self, report: Report, common: Mapping[str, object], error: Exception | None
@@ -233,10 +233,12 @@ class Pipeline(Stages):
         errors = by_rank(texts, " of the pipe")
         return RuntimeError(f"another stage of the pipeline cannot go on, so none does. {errors}")
 
-    def raise_on_all_stages(self, error: Exception | None) -> None:
+    def _raise_on_all_stages(self, error: Exception | None) -> None:
+        """Raise an error, the same on all copies of this stage, on all stages; None for none."""
         if self.any(error is not None):
             error = self.spread(error)
-        super().raise_on_all_stages(error)
+        if error is not None:
+            raise error
 
     def any(self, flag: bool) -> bool:
         return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from soframe import checkpoint
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.comm.agreement import gather_json
 from soframe.products.fitting import Fit, Progress, Weights
 from soframe.registry import describe

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks import sharding
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.capture.counting import Samples
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture

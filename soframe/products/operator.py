@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.comm.agreement import add_over_ranks, fingerprint, require_common
 from soframe.comm.fused import Parcel, deliver
 from soframe.kernels.precision import within

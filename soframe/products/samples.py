@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks import sharding
-from soframe.blocks.block import Block
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks
 from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.parameters import require_apart
 from soframe.comm.agreement import add_over_ranks

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from soframe.blocks.block import Block, Stack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.stages import ALONE, Stages

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from soframe.blocks.block import Block, unpack
-from soframe.blocks.placed import PlacedBlocks
+from soframe.blocks.block import Block, PlacedBlocks, unpack
 from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle
 from soframe.estimate.averages import settle

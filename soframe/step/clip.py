@@ -14,7 +14,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from soframe.clips.base import Clip
+from soframe.clips import Clip
 from soframe.comm.agreement import add_tensor_over_ranks
 from soframe.comm.stages import Stages
 from soframe.estimate.gradients import AveragedGradients

@@ -54,7 +54,7 @@ class Effect:
     def begin(self, window: Window) -> None:
         """Choose the blocks that are checked; raise if a framework has sharded them since."""
         self._due, self._judged = [], []
-        if window is self._partial or not window.due:
+        if window is self._partial:
             return
         named: list[tuple[str, nn.Parameter]] = []
         for block in self._blocks:
@@ -75,7 +75,7 @@ class Effect:
         gradient.
         """
         if not self._judged:
-            return self.no_flags()
+            return self.no_flags(window)
         seen = {block for block in self._judged if window.tallies[block].counts.calls}
         reached = self._reached(window, seen)
         parameters = itertools.chain.from_iterable(b.parameters.values() for b in self._blocks)
@@ -96,11 +96,11 @@ class Effect:
             reached |= self._with_gradient(unseen)
         return reached
 
-    def no_flags(self) -> list[float]:
+    def no_flags(self, window: Window) -> list[float]:
         """Return zeros in place of the numbers of `flags`."""
-        if not self._due:
+        if window is self._partial or not window.due:
             return []
-        return [0.0] * (2 + 2 * len(self._due))
+        return [0.0] * (2 + 2 * len(window.due))
 
     def require(self, sums: Sequence[float]) -> None:
         """Check the sums of `flags` over ranks.

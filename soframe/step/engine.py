@@ -7,10 +7,12 @@ an error on a rank. From there on all ranks enter the same collectives.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -31,12 +33,44 @@ from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipping
 from soframe.step.effect import Effect
-from soframe.step.magnitude import Magnitude
 from soframe.step.phases import PHASES, Step
-from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
+from soframe.step.verdict import SKIPPED_STATISTICS, Magnitude, Verdict
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 """The names of values that must be equal on all stages of a pipeline, too."""
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Exclude a function from ``torch.compile``; it raises a RuntimeError under graph capture.
+
+    A step is collectives, solves and tests for finite values, which one graph cannot contain. A
+    compiled caller has one graph before the call and one after it. Plain `torch.compiler.disable`
+    would import the compiler with the library, which takes seconds. The RuntimeError is raised
+    before anything has changed.
+    """
+
+    @functools.cache
+    def disabled() -> Callable[P, R]:
+        excluded: Callable[P, R] = torch.compiler.disable(function)
+        return excluded
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return disabled()(*args, **kwargs)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{function.__qualname__} cannot be captured in a CUDA graph: it asks whether "
+                f"gradients are finite, and what is due differs from step to step. Capture the "
+                f"forward and backward pass alone, as torch.compile(mode='reduce-overhead') does, "
+                f"and call it after their replay"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 class Engine:
@@ -85,7 +119,8 @@ class Engine:
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
-        self._effect.end(curvature.statistics.window)
+        if curvature.statistics.window.due:
+            self._effect.end(curvature.statistics.window)
         curvature.end_step(step.plan)
         curvature.begin()  # the next window
 
@@ -128,28 +163,19 @@ class Engine:
     def _agree(self) -> Plan:
         """Agree with all ranks on the plan of the step; rebuild if the model has changed."""
         curvature, parts = self._curvature, self._parts
-        statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._prepare()
         report, unread, error = self._report(plan, common, error)
-        # Reports are reduced over the stages of a model first.
-        of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
-        report, error = parts.stages.put_together(report, of_stages, error)
-        bad_here = report.bad_gradient > 0
-        # Then over the copies of each stage, with the weights, which need the passes of all stages.
-        failed = error is not None or report.failed > 0
-        # Statistics of any stage are dropped for a bad gradient of any stage.
-        bad_statistics = report.bad_statistics > 0 or (report.due > 0 and report.bad_gradient > 0)
-        total = replace(
-            report,
-            failed=float(failed),
-            bad_statistics=float(bad_statistics),
-            # Of the whole model: passes that did not reach a stage count there, too.
-            weights=statistics.weights((int(report.passes), int(report.samples))),
-        ).over_ranks(parts.backend)
+        if parts.stages.backend is not None:
+            # Reports are reduced over the stages of a model first.
+            of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
+            report, error = parts.stages.put_together(report, of_stages, error)
+        # Then over the copies of each stage.
+        total = self._total(report, error)
         # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
             require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
-        parts.stages.raise_on_all_stages(self._disagreement(total, common))
+        with parts.stages.together():  # all stages raise together
+            self._compare(total, common)
         parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed + sum(total.changed_anywhere) > 0:
@@ -163,14 +189,29 @@ class Engine:
             if report.curved == 0:
                 # No block has curvature: take statistics in the next window (2: this step counts).
                 parts.refresh.owe(2)
-        elif window.due:
+        elif curvature.statistics.window.due:
             plan = replace(plan, weights=total.weights)
         if unread is not None:
             self.verdict.queue(unread)  # its flags stay None until phase *agree*
             return plan
         return self.verdict.with_flags(
-            plan, bad=total.bad_gradient, large=total.large, local=bad_here
+            plan, bad=total.bad_gradient, large=total.large, local=report.bad_gradient > 0
         )
+
+    def _total(self, report: Report, error: Exception | None) -> Report:
+        """Return the report of all ranks, with the weights of statistics."""
+        failed = error is not None or report.failed > 0
+        # Statistics of any stage are dropped for a bad gradient of any stage.
+        bad_statistics = report.bad_statistics > 0 or (report.due > 0 and report.bad_gradient > 0)
+        # Of the whole model: passes that did not reach a stage count there, too.
+        weights = self._curvature.statistics.weights((int(report.passes), int(report.samples)))
+        report = replace(
+            report, failed=float(failed), bad_statistics=float(bad_statistics), weights=weights
+        )
+        backend = self._parts.backend
+        if backend.world_size > 1:
+            report = report.over_ranks(backend)
+        return report
 
     def _prepare(self) -> tuple[Plan, dict[str, object], Exception | None]:
         """Check settings and gradients, choose the stacks without an update, and make the plan.
@@ -181,13 +222,15 @@ class Engine:
         refresh, window = parts.refresh, curvature.statistics.window
         gradients = curvature.averaged_gradients
         try:
-            self._effect.begin(window)  # its error names a framework that sharded parameters
+            if window.due:
+                self._effect.begin(window)  # its error names a framework that sharded parameters
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             gradients.check()
             curvature.statistics.require_counted(stacklevel=7)
-            probed = curvature.capture.probing
-            parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
+            if parts.loss_scale.is_given or window.calls.half:
+                probed = curvature.capture.probing
+                parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
             plan = Plan(
                 step=step,
                 damping=damping_at(parts.damping, step),
@@ -242,12 +285,13 @@ class Engine:
                 unread = sizes
             else:
                 magnitude, statistics_finite = sizes.read()
-            present, reached = gradients.present(), self._effect.flags(window)
+            present = gradients.present()
+            reached = self._effect.flags(window) if window.due else []
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
             present = [0.0] * len(gradients.flagged)
-            reached = self._effect.no_flags()
+            reached = self._effect.no_flags(window)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
         if parts.scaling != "fisher":  # other scalings count no samples
@@ -273,21 +317,17 @@ class Engine:
         )
         return report, unread, error
 
-    def _disagreement(self, report: Report, common: Mapping[str, object]) -> Exception | None:
-        """Return the error that stops the copies of this stage, the same on all, or None."""
+    def _compare(self, report: Report, common: Mapping[str, object]) -> None:
+        """Compare what ranks have in common; the copies of this stage raise the same error."""
         backend = self._parts.backend
-        try:
-            if report.common:
-                require_common(backend, common, report.common)
-            # In such a step hooks and gradients are not compared.
-            unusual = [*report.changed_anywhere, report.bad_gradient, report.bad_statistics]
-            if report.changed:
-                require_all_ranks(backend, report.changed)
-            elif not any(unusual):
-                self._effect.require(report.reached)
-        except Exception as error:  # of any kind: all stages raise together
-            return error
-        return None
+        if report.common:
+            require_common(backend, common, report.common)
+        # In such a step hooks and gradients are not compared.
+        unusual = [*report.changed_anywhere, report.bad_gradient, report.bad_statistics]
+        if report.changed:
+            require_all_ranks(backend, report.changed)
+        elif report.reached and not any(unusual):
+            self._effect.require(report.reached)
 
     def _rebuild(self, *, changed: bool) -> None:
         """Register the model anew if it has changed, before any stage continues."""
@@ -316,8 +356,8 @@ class Engine:
         if parts.backend.wire_device(torch.device("cpu")).type != "cpu":
             return False
         # Blocks without statistics take their first ones in any step.
-        for stack in curvature.placed.stacks:
-            if not stack.like.observes or stack.like.method.refreshes_after:
+        for stack in curvature.placed.observing:
+            if stack.like.method.refreshes_after:
                 continue
             if plan.observes or any(block.is_overdue for block in stack.blocks):
                 return False

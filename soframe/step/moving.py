@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
-from soframe.step.magnitude import keep_if
+from soframe.step.verdict import keep_if
 
 WeightDecayKind = Literal["decoupled", "cautious"]
 Constraint = Literal["hyperball"]

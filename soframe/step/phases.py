@@ -13,8 +13,9 @@ time and the traffic under its name, and plans add its seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -22,15 +23,18 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.curvature import Curvature
 from soframe.diagnostics.metrics import Measuring
+from soframe.estimate import averages, updates
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import UNDAMPED, Plan
-from soframe.estimate.updates import Update, exchange
+from soframe.estimate.updates import Update
+from soframe.kernels.precision import within
+from soframe.schedules import NEVER
 from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipping, clip_updates
 from soframe.step.verdict import Verdict
 from soframe.strategies.work import BlockWork
 
-When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"]
+When = Literal["always", "statistics", "finite", "unread", "counts", "discarded", "apart"]
 """The steps in which a phase runs, the same on every rank:
 
 - ``"always"``: all;
@@ -38,7 +42,8 @@ When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"
 - ``"finite"``: all but those whose gradients are known not to be finite;
 - ``"unread"``: those whose flags of gradients are still on the device;
 - ``"counts"``: those whose updates count;
-- ``"discarded"``: those whose updates do not.
+- ``"discarded"``: those whose updates do not;
+- ``"apart"``: all, with several ranks or sharded parameters.
 """
 
 
@@ -109,9 +114,18 @@ class Phase:
                 return step.counts
             case "discarded":
                 return not step.counts
+            case "apart":
+                return step.curvature.placed.is_apart
 
 
 # -- the phases of soframe ------------------------------------------------------------------------
+
+
+def reduce(step: Step) -> None:
+    """Reduce the sums of the window, and average them into the running factors."""
+    plan = step.plan
+    assert plan.weights is not None
+    step.curvature.statistics.fold(plan.weights, plan.decay, plan.step)
 
 
 def average(step: Step) -> None:
@@ -126,9 +140,44 @@ def average(step: Step) -> None:
         refresh.note_missed_turns(curvature.placed, due, step.gradients, plan.step)
 
 
+def observe(step: Step, *, after: bool = False) -> None:
+    """Average statistics of the gradients, before updates are made or ``after``."""
+    placed = step.curvature.placed
+    for stack in placed.observing:
+        if stack.like.method.refreshes_after == after:
+            averages.observe(placed, stack, step.gradients.get(stack), step.plan)
+
+
+def solve(step: Step, *, after: bool = False) -> None:
+    """Solve the blocks that are due, before updates are made or ``after`` they are written."""
+    curvature, plan = step.curvature, step.plan
+    parts, placed = curvature.parts, curvature.placed
+    # Blocks whose factors have changed: second-order data may be refreshed without a solve.
+    changed: Collection[Block] = ()
+    if plan.weights is not None and not after:
+        changed = curvature.statistics.window.due
+    due: Sequence[Block] = ()
+    if plan.solve_every != NEVER:  # else `Curvature.solve` is called for it
+        due = parts.refresh.due(placed, plan, after=after)
+    with within("full"):
+        parts.solves.advance(
+            placed,
+            due,
+            damping=plan.damping,
+            counters=curvature.counts,
+            step=plan.step,
+            changed=changed,
+        )
+
+
 def direct(step: Step) -> None:
     """Compute the updates."""
     step.updates = step.curvature.direct(step.gradients, step.plan.damping)
+
+
+def send(step: Step) -> None:
+    """Send the updates from gradient workers to their receivers."""
+    updates.exchange(step.curvature.placed, step.updates)
 
 
 def judge(step: Step) -> None:
@@ -158,11 +207,10 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
     if step.moving_optimizer is not None and not step.moving_optimizer.selects():
         return False
     # The flag is on one device.
-    stacks = curvature.placed.stacks
-    if len({stack.like.device for stack in stacks}) != 1:
+    if len({stack.like.device for stack in curvature.placed.stacks}) != 1:
         return False
     # The host decides whether averaged gradients enter running factors.
-    if any(stack.like.observes for stack in stacks):
+    if curvature.placed.observing:
         return False
     # The host decides on first updates, too.
     return all(block.record.updates > 0 for block in blocks)
@@ -196,11 +244,12 @@ def measure(step: Step) -> None:
 
 def write(step: Step) -> None:
     """Overwrite the gradients, unless an optimizer moves the weights, and store new states."""
-    curvature = step.curvature
+    parts, verdict = step.curvature.parts, step.verdict
     if step.moving_optimizer is None:
-        parts = curvature.parts
-        step.verdict.write(step.updates, parts.model.parameters(), parts.home)
-    step.verdict.commit(step.updates)
+        if verdict.good is not None:
+            verdict.zero_if_bad(step.updates, parts.model.parameters(), parts.home)
+        updates.write(step.updates, parts.home)
+    verdict.commit(step.updates)
 
 
 def skip(step: Step) -> None:
@@ -213,39 +262,22 @@ def skip(step: Step) -> None:
 
 
 PHASES = [
-    Phase("reduce", lambda step: step.curvature.fold(step.plan), when="statistics"),
+    Phase("reduce", reduce, when="statistics"),
     Phase("average", average),
     # A gradient that is not finite would stay in the averages for ever.
-    Phase(
-        "observe",
-        lambda step: step.curvature.observe(step.gradients, step.plan),
-        when="finite",
-        is_range=False,
-    ),
-    Phase(
-        "solve", lambda step: step.curvature.solve_due(step.plan), is_range=False, within=("share",)
-    ),
+    Phase("observe", observe, when="finite", is_range=False),
+    Phase("solve", solve, is_range=False, within=("share",)),
     Phase("direct", direct, is_range=False),
-    Phase("exchange", lambda step: exchange(step.curvature.placed, step.updates), is_range=False),
+    Phase("exchange", send, when="apart", is_range=False),
     # Late: the device has computed the flags while the host queued the work before.
     Phase("agree", judge, when="unread", is_range=False),
     Phase("clip", clip, when="finite", is_range=False),
     # Before `write`: gradient matrices may be views of the memory that it overwrites.
     Phase("measure", measure, is_range=False),
-    Phase(
-        "observe",
-        lambda step: step.curvature.observe(step.gradients, step.plan, after=True),
-        when="counts",
-        is_range=False,
-    ),
+    Phase("observe", partial(observe, after=True), when="counts", is_range=False),
     Phase("write", write, when="counts"),
     Phase("write", skip, when="discarded", is_range=False),
-    Phase(
-        "solve",
-        lambda step: step.curvature.solve_due(step.plan, after=True),
-        when="counts",
-        is_range=False,
-    ),
+    Phase("solve", partial(solve, after=True), when="counts", is_range=False),
 ]
 """The phases after the agreement, in order."""
 

@@ -219,6 +219,10 @@ class BlockPlacement:
         """Return whether a rank holds a running factor."""
         return not self.holders or rank in self.holders[factor]
 
+    def held_by(self, rank: int) -> Sequence[bool]:
+        """Return by factor whether a rank holds the running one."""
+        return [self.holds(rank, factor) for factor in range(len(self.owners))]
+
     def makes(self, factor: int) -> bool:
         """Return whether holders make the statistics of a factor from the averaged gradient."""
         return bool(self.made) and self.made[factor]

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from soframe.capture.untraced import untraced
 from soframe.damping.policies import DampingChoice
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution, group_of
 from soframe.setup.choosing import choose_backend, starting
 from soframe.state.saving import agree
+from soframe.step.engine import untraced
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.base import ClosureOptimizer

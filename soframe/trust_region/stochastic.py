@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from soframe.capture.untraced import untraced
 from soframe.damping.policies import DampingChoice
 from soframe.setup.choosing import choose_backend
 from soframe.state.saving import agree
+from soframe.step.engine import untraced
 from soframe.trust_region import param_groups
 from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.exact import Batch, exact_model

@@ -20,7 +20,7 @@ from soframe.comm.agreement import (
     require_no_failure,
 )
 from soframe.comm.base import together
-from soframe.comm.fused import Parcel, Pending, Sum, buckets, own_memory, started, times
+from soframe.comm.fused import Parcel, Pending, Sum, buckets, own_memory, started
 from soframe.comm.packing import pack_triangle, packed_diagonal
 from soframe.registry import describe
 from soframe.specs import TensorSpec
@@ -199,8 +199,9 @@ def test_the_diagonal_of_a_packed_triangle(n: int) -> None:
 
 def test_specs_of_many_blocks_have_their_groups() -> None:
     specs = (TensorSpec((2, 3, 3), symmetric=True), TensorSpec((2, 5)))
-    assert times(specs, 1) == specs
-    assert times(specs, 2) == (TensorSpec((4, 3, 3), symmetric=True), TensorSpec((4, 5)))
+    assert Parcel(0, (0, 1), specs, torch.float32, CPU).stacked == specs
+    stacked = Parcel(0, (0, 1), specs, torch.float32, CPU, blocks=2).stacked
+    assert stacked == [TensorSpec((4, 3, 3), symmetric=True), TensorSpec((4, 5))]
 
 
 def parcel(source: int, group: tuple[int, ...], tensors: list[Tensor] | None = None) -> Parcel:

@@ -14,7 +14,7 @@ from soframe.methods import AdamW
 from soframe.methods.base import Direction, Given
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Relative
-from soframe.step import magnitude as gradients
+from soframe.step import verdict as gradients
 from tests import kit
 from tests.distributed.harness import run_ranks
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import soframe
 from soframe.comm import SingleProcess
-from soframe.step import engine, magnitude
+from soframe.step import engine, verdict
 from tests import kit
 from tests.curvature import randn
 from tests.distributed.harness import run_ranks
@@ -50,7 +50,7 @@ def as_on_a_gpu(queued: bool = True) -> Iterator[Reads]:
     """Let steps read their flags as on a GPU, or, unless `queued`, as on a CPU."""
     reads = Reads()
 
-    class Counted(magnitude.Magnitude):
+    class Counted(verdict.Magnitude):
         def __init__(self, *own: Any) -> None:
             super().__init__(*own)
             self.queues = queued
@@ -59,14 +59,14 @@ def as_on_a_gpu(queued: bool = True) -> Iterator[Reads]:
             reads.behind += 1
             return super().read_queued()
 
-    class Flags(magnitude.Flags):
+    class Flags(verdict.Flags):
         def read(self) -> tuple[float, float]:
             reads.all += 1
             return super().read()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "Magnitude", Counted)
-        patch.setattr(magnitude, "Flags", Flags)
+        patch.setattr(verdict, "Flags", Flags)
         yield reads
 
 
