@@ -24,7 +24,7 @@ from tests.gallery import GALLERY
 
 pytestmark = pytest.mark.distributed
 
-mkor = GALLERY.mkor
+dion, mkor = GALLERY.dion, GALLERY.mkor
 STEPS, BAD = 4, 2  # the step in which one rank raises
 PASSES, MIDDLE, SOLVE = "passes", "middle", "solve"
 
@@ -39,6 +39,7 @@ PLACES: dict[str, tuple[type, str, dict[str, Any], str]] = {
     "average": (mkor.Inverse, "average", {"method": mkor.MKOR(), **OF_GRADIENTS}, MIDDLE),
     "observe": (SOAP, "observe", OF_SOAP, MIDDLE),
     "direct": (SOAP, "direct", OF_SOAP, MIDDLE),
+    "direct, with a parcel": (dion.Dion, "direct", {"method": dion.Dion(), **OF_GRADIENTS}, MIDDLE),
     "rebase": (SOAP, "rebase", OF_SOAP, MIDDLE),
     "apply": (Eigen, "apply", {}, MIDDLE),
     "follow": (Eigen, "follow", {"solver": Eigen(follows=True), "solve_every": 3}, MIDDLE),
