@@ -86,14 +86,12 @@ class Update:
         group = place.exchanges[worker]
         if len(group) == 1:
             return None
-        if like.parcel:
-            specs, tensors = list(like.parcel.values()), list(self.parcel.values())
-            sent = tensors or None  # zeros travel after an error
-            blocks = len(self.members)
-            return Parcel(worker, group, specs, like.dtype, like.device, sent, blocks=blocks)
-        specs = [TensorSpec(self.stack.shape_of(self.members))]
+        specs, blocks = [TensorSpec(self.stack.shape_of(self.members))], 1
         tensors = [] if self.matrix is None else [self.matrix]
-        return Parcel(worker, group, specs, like.dtype, like.device, tensors)
+        if like.parcel:
+            specs, blocks = list(like.parcel.values()), len(self.members)
+            tensors = list(self.parcel.values())  # none after an error: zeros travel
+        return Parcel(worker, group, specs, like.dtype, like.device, tensors, blocks=blocks)
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Take the updates, or make them, out of the tensors that were sent."""

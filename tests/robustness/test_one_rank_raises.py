@@ -39,7 +39,12 @@ PLACES: dict[str, tuple[type, str, dict[str, Any], str]] = {
     "average": (mkor.Inverse, "average", {"method": mkor.MKOR(), **OF_GRADIENTS}, MIDDLE),
     "observe": (SOAP, "observe", OF_SOAP, MIDDLE),
     "direct": (SOAP, "direct", OF_SOAP, MIDDLE),
-    "direct, with a parcel": (dion.Dion, "direct", {"method": dion.Dion(), **OF_GRADIENTS}, MIDDLE),
+    "direct, with a parcel": (
+        dion.Dion,
+        "direct",
+        {"method": dion.Dion(0.25), **OF_GRADIENTS},
+        MIDDLE,
+    ),
     "rebase": (SOAP, "rebase", OF_SOAP, MIDDLE),
     "apply": (Eigen, "apply", {}, MIDDLE),
     "follow": (Eigen, "follow", {"solver": Eigen(follows=True), "solve_every": 3}, MIDDLE),
