@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, Method
 from soframe.methods.chain import Chain
-from soframe.methods.momentum import Momentum, require_beta, second_moment
+from soframe.methods.momentum import require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
-from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
+from soframe.methods.orthogonal import Muon
 from soframe.methods.shampoo import gradient_factors, gradient_moments, swapped
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -186,7 +186,7 @@ def factor_names(method: SOAP, shape: torch.Size) -> tuple[str, ...]:
 
 @register("method", "soap-muon")
 @dataclass(frozen=True, init=False)
-class SOAPMuon(Chain):
+class SOAPMuon(Muon):
     """SOAP applied to the Nesterov momentum, orthogonalised, scaled by the shape.
 
     Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them. The defaults
@@ -201,10 +201,8 @@ class SOAPMuon(Chain):
         max_size: The longest side that has a factor, see `SOAP`.
         max_ratio: The largest ratio of sides for a factor of the longer one, see `SOAP`.
         carry: How v is transferred to a new basis, see `SOAP`.
-        scale: The scale of `MatchRMS`.
         steps: The Newton-Schulz iterations of `Orthogonalise`.
-        coefficients: The coefficients of the iterations, see `Orthogonalise`.
-        dtype: The dtype of the iterations, see `Orthogonalise`.
+        **settings: As for `Muon`.
     """
 
     def __init__(
@@ -217,11 +215,10 @@ class SOAPMuon(Chain):
         max_size: int = 10_000,
         max_ratio: float = 2.0,
         carry: Carry = "permute",
-        scale: RMS = "spectral",
         steps: int = 3,
-        coefficients: Coefficients = "muon",
-        dtype: str | None = None,
+        **settings: Any,
     ) -> None:
+        super().__init__(momentum, steps=steps, **settings)
         soap = SOAP(
             betas=(0.0, square_beta),
             eps=eps,
@@ -231,13 +228,8 @@ class SOAPMuon(Chain):
             max_ratio=max_ratio,
             carry=carry,
         )
-        orthogonalise = Orthogonalise(steps, coefficients, dtype)
-        start = Momentum(momentum, nesterov=True), soap, orthogonalise
-        super().__init__((*start, *self._between(), MatchRMS(scale)))
-
-    def _between(self) -> tuple[Method, ...]:
-        """Return the stages between `Orthogonalise` and `MatchRMS`."""
-        return ()
+        first, orthogonalise, scale = self.stages
+        Chain.__init__(self, (first, soap, orthogonalise, scale))
 
 
 @register("method", "soap-normuon")
@@ -245,8 +237,10 @@ class SOAPMuon(Chain):
 class SOAPNorMuon(SOAPMuon):
     """`SOAPMuon` with normalised rows (`NormaliseRows`); arguments as for `SOAPMuon`."""
 
-    def _between(self) -> tuple[Method, ...]:
-        return (NormaliseRows(),)
+    def __init__(self, momentum: float = 0.85, **settings: Any) -> None:
+        super().__init__(momentum, **settings)
+        *first, scale = self.stages
+        Chain.__init__(self, (*first, NormaliseRows(), scale))
 
 
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
