@@ -11,7 +11,6 @@ import torch
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, WithoutFactors
-from soframe.methods.chain import Chain
 from soframe.methods.momentum import require_beta
 from soframe.methods.orthogonal import Muon
 from soframe.registry import register
@@ -75,5 +74,4 @@ class NorMuon(Muon):
 
     def __init__(self, momentum: float = 0.95, *, row_beta: float = 0.95, **settings: Any) -> None:
         super().__init__(momentum, **settings)
-        *first, scale = self.stages
-        Chain.__init__(self, (*first, NormaliseRows(row_beta), scale))
+        self._insert(-1, NormaliseRows(row_beta))

@@ -33,7 +33,6 @@ from torch import Tensor
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, Method
-from soframe.methods.chain import Chain
 from soframe.methods.momentum import require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
 from soframe.methods.orthogonal import Muon
@@ -228,8 +227,7 @@ class SOAPMuon(Muon):
             max_ratio=max_ratio,
             carry=carry,
         )
-        first, orthogonalise, scale = self.stages
-        Chain.__init__(self, (first, soap, orthogonalise, scale))
+        self._insert(1, soap)
 
 
 @register("method", "soap-normuon")
@@ -239,8 +237,7 @@ class SOAPNorMuon(SOAPMuon):
 
     def __init__(self, momentum: float = 0.85, **settings: Any) -> None:
         super().__init__(momentum, **settings)
-        *first, scale = self.stages
-        Chain.__init__(self, (*first, NormaliseRows(), scale))
+        self._insert(-1, NormaliseRows())
 
 
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
