@@ -219,9 +219,8 @@ class Hardware:
     def save(self, path: Path) -> None:
         """Write the profile as JSON."""
         plain = dataclasses.asdict(self)
-        plain["operators"] = {name: _plain(curve) for name, curve in self.operators.items()}
         for collective in plain["collectives"]:
-            collective.update(_plain(Curve(**collective.pop("seconds"))))
+            collective.update(collective.pop("seconds"))
         path.write_text(json.dumps(plain, indent=1) + "\n")
 
     @classmethod
@@ -265,9 +264,3 @@ def names() -> list[str]:
 def _curve(plain: Mapping[str, Any]) -> Curve:
     points = tuple((float(x), float(y)) for x, y in plain.get("points", ()))
     return Curve(points, plain.get("alpha", 0.0), plain.get("beta", 0.0))
-
-
-def _plain(curve: Curve) -> dict[str, Any]:
-    if curve.points:
-        return {"points": curve.points}
-    return {"alpha": curve.alpha, "beta": curve.beta}
