@@ -68,6 +68,11 @@ class Recommendation:
         return f"{self.call}\n\n" + "\n".join(f"{name}: {text}" for name, text in lines.items())
 
 
+WITH_DERIVATIVES = (
+    "if the loss has derivatives of the model's outputs, as a PINN's has: "
+    'soframe.recommend(model, kind="pinn")'
+)
+
 # In a call, "{more}" is the place of the strategy.
 ADVICE = (
     Recommendation(
@@ -135,6 +140,8 @@ ADVICE = (
         "docs/benchmarks/ordinary.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
+        hint="to fit training data with nothing tuned, soframe.StochasticTrustRegion is sooner on "
+        "an LSTM; held-out losses of a GRU were higher (docs/benchmarks/suite.md, ordinary.md)",
     ),
     Recommendation(
         "dense",
@@ -146,6 +153,8 @@ ADVICE = (
         "docs/benchmarks/ordinary.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
+        hint="if the targets are numbers, and few: soframe.recommend(model, "
+        f'kind="regression"). And {WITH_DERIVATIVES}',
     ),
     Recommendation(
         "regression",
@@ -157,6 +166,7 @@ ADVICE = (
         "For full batches, soframe.TrustRegion needs no rate",
         "docs/benchmarks/ordinary.md",
         {"method": "kfac"},
+        hint=WITH_DERIVATIVES,
     ),
 )
 
@@ -168,20 +178,6 @@ WITHOUT_NORMS = (
     "reach SGD's best loss after 0.41 and 0.44 of its steps"
 )
 """The reason for a convolutional net with the settings of a dense one."""
-
-WITH_DERIVATIVES = (
-    "if the loss has derivatives of the model's outputs, as a PINN's has: "
-    'soframe.recommend(model, kind="pinn")'
-)
-
-HINTS = {
-    "recurrent": "to fit training data with nothing tuned, soframe.StochasticTrustRegion is sooner "
-    "on an LSTM; held-out losses of a GRU were higher (docs/benchmarks/suite.md, ordinary.md)",
-    "dense": "if the targets are numbers, and few: soframe.recommend(model, "
-    f'kind="regression"). And {WITH_DERIVATIVES}',
-    "regression": WITH_DERIVATIVES,
-}
-"""By kind: which of its models need another recommendation."""
 
 ON_RANKS = {
     "docs/benchmarks/kaisa.md": "on four processes, each with 16 images of a batch, a ResNet-20 "
@@ -219,7 +215,6 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
         call=advice.call.replace("{more}", more),
         reason=reason,
         memory=_memory(model, advice, ranks),
-        hint=HINTS.get(advice.kind, ""),
     )
 
 
@@ -235,7 +230,8 @@ def _advice(model: nn.Module, kind: str | None) -> Recommendation:
         return kinds["other"]
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     if advice.kind == "convolutional" and not has_batch_norm:
-        return replace(kinds["regression"], kind="convolutional", reason=WITHOUT_NORMS)
+        safe = kinds["regression"]
+        return replace(safe, kind="convolutional", reason=WITHOUT_NORMS, hint="")
     return advice
 
 
