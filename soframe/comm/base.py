@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from soframe.registry import register
 from soframe.strategies.work import with_total
 from soframe.tracing.phases import Phases
+
+T = TypeVar("T")
 
 
 class Handle:
@@ -202,8 +204,7 @@ class Backend(ABC):
         """Sum a contiguous tensor over all ranks, in place."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, tensor.nbytes)
-        return self._all_reduce(tensor)
+        return self._enter(phase, tensor.nbytes, self._all_reduce, tensor)
 
     def reduce(
         self, tensor: Tensor, destination: int, group: tuple[int, ...], phase: str
@@ -211,29 +212,25 @@ class Backend(ABC):
         """Sum a contiguous tensor over a group of this rank, as `_reduce` does."""
         if len(group) == 1:
             return Handle()
-        self._count(phase, tensor.nbytes)
-        return self._reduce(tensor, destination, group)
+        return self._enter(phase, tensor.nbytes, self._reduce, tensor, destination, group)
 
     def broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...], phase: str) -> Handle:
         """Copy a contiguous tensor from a rank to the others of a group of this rank, in place."""
         if len(group) == 1:
             return Handle()
-        self._count(phase, tensor.nbytes)
-        return self._broadcast(tensor, source, group)
+        return self._enter(phase, tensor.nbytes, self._broadcast, tensor, source, group)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
         """Sum each rank's share of a flat tensor, as `_reduce_scatter` does."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, flat.nbytes)
-        return self._reduce_scatter(flat, sizes)
+        return self._enter(phase, flat.nbytes, self._reduce_scatter, flat, sizes)
 
     def all_gather_shares(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
         """Fill in the shares of the other ranks, as `_all_gather_shares` does."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, flat.nbytes)
-        return self._all_gather_shares(flat, sizes)
+        return self._enter(phase, flat.nbytes, self._all_gather_shares, flat, sizes)
 
     def all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int], phase: str
@@ -241,15 +238,14 @@ class Backend(ABC):
         """Exchange shares with every rank, as `_all_to_all` does; both directions are counted."""
         if self.world_size == 1:
             return flat, Handle()
-        self._count(phase, (len(flat) + sum(takes)) * flat.element_size())
-        return self._all_to_all(flat, gives, takes)
+        size = (len(flat) + sum(takes)) * flat.element_size()
+        return self._enter(phase, size, self._all_to_all, flat, gives, takes)
 
     def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Return every rank's contiguous tensor of one common shape."""
         if self.world_size == 1:
             return [tensor]
-        self._count(phase, tensor.nbytes)
-        return self._all_gather(tensor)
+        return self._enter(phase, tensor.nbytes, self._all_gather, tensor)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return the bytes and calls of all collectives so far.
@@ -259,10 +255,14 @@ class Backend(ABC):
         """
         return with_total({phase: dict(count) for phase, count in self._traffic.items()})
 
-    def _count(self, phase: str, size: int) -> None:
+    def _enter(
+        self, phase: str, size: int, operation: Callable[..., T], tensor: Tensor, *arguments: Any
+    ) -> T:
+        """Count the bytes of a collective, and start it."""
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
         count["bytes"] += size
         count["calls"] += 1
+        return operation(tensor, *arguments)
 
 
 @register("backend", "single")

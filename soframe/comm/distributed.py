@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -183,7 +184,7 @@ class TorchDistributed(Backend):
             work = dist.reduce_scatter(total, list(shares), group=self._group, async_op=True)
             return _then(_handle(work), lambda: share.copy_(total))
         received = share.new_empty(self.world_size, len(share))
-        takes = [len(share) for _ in shares]
+        takes = list(itertools.repeat(len(share), self.world_size))
         work = dist.all_to_all_single(
             received.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
         )
@@ -194,7 +195,7 @@ class TorchDistributed(Backend):
         share = shares[self.rank]
         if self._engines.get(flat.device.type) != "gloo":
             return _handle(dist.all_gather(shares, share, group=self._group, async_op=True))
-        gives = [len(share) for _ in shares]
+        gives = list(itertools.repeat(len(share), self.world_size))
         copies = share.repeat(self.world_size)
         return _handle(
             dist.all_to_all_single(
