@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, WithoutFactors
+from soframe.methods.graft import at_length
 from soframe.methods.momentum import require_beta
 from soframe.methods.orthogonal import Muon
 from soframe.registry import register
@@ -53,10 +52,7 @@ class NormaliseRows(WithoutFactors):
         matrix = step.incoming
         squares = step.state["rows"].lerp(matrix.square().mean(-1, keepdim=True), 1 - self.beta)
         rows = matrix / (squares.sqrt() + self.eps)
-        # The norm of the update stays, [groups, 1, 1].
-        norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-        length = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
-        return Direction(rows * (norm / length.where(length > 0, 1.0)), {"rows": squares})
+        return Direction(at_length(rows, matrix), {"rows": squares})
 
 
 @register("method", "normuon")
