@@ -213,7 +213,7 @@ class TorchDistributed(Backend):
         return taken, _handle(work)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in self._everyone]
+        gathered = list(map(torch.empty_like, itertools.repeat(tensor, self.world_size)))
         _handle(dist.all_gather(gathered, tensor, group=self._group, async_op=True)).wait()
         return gathered
 

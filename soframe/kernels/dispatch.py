@@ -89,10 +89,16 @@ def _rows(geometry: Geometry, threads: int) -> float:
     rows, columns, batch = geometry.rows, geometry.columns, geometry.batch
     width = columns.kernel * geometry.channels
     copied = rows.size * columns.out * batch * width * geometry.groups
-    counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
+    counts = _row_counts(geometry)
     by_row = rowwise.serves(geometry)
     products = [_product(batch * n, width, geometry, threads, by_row) for n in counts]
     return SIDE_BY_SIDE * copied * _copy(geometry.channels) + sum(products)
+
+
+def _row_counts(geometry: Geometry) -> list[int]:
+    """Return the positions of an image in each product over rows."""
+    columns = geometry.columns
+    return [s.count * columns.out for s in segments(geometry.rows) if s.other <= 0]
 
 
 def _unfold(geometry: Geometry, threads: int) -> float:
@@ -126,7 +132,7 @@ def _gpu_unfold(geometry: Geometry) -> float:
 def _gpu_rows(geometry: Geometry) -> float:
     start, per_product = GPU_ROWS
     rows, columns, groups = geometry.rows, geometry.columns, geometry.groups
-    counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
+    counts = _row_counts(geometry)
     width = columns.kernel * geometry.channels
     copied = float(rows.size * columns.out * geometry.batch * width * groups)
     multiplied = float(sum(counts) * geometry.batch * width**2 * groups)

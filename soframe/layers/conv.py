@@ -151,7 +151,7 @@ class Conv2dHelper(LayerHelper):
             around.append((before, after))
         if conv.padding_mode != "zeros":
             x = F.pad(x, _last_first(around), mode=conv.padding_mode)
-            around = [(0, 0) for _ in around]
+            around = list(itertools.repeat((0, 0), self.dimensions))
         axes: list[Axis] = []
         for axis, (before, after) in enumerate(around):
             size, kernel = x.shape[axis + 2], conv.kernel_size[axis]

@@ -59,7 +59,7 @@ class Gaussian(OverPositions):
 
 
 def _log_variance(outputs: Tensor) -> Tensor:
-    if outputs.dim() < 2 or outputs.shape[1] != 2:
+    if outputs.shape[1:2] != (2,):
         raise ValueError(
             f"loss 'gaussian' is of outputs [N, 2, ...], a mean and a log-variance, not "
             f"{tuple(outputs.shape)}: return torch.stack([mean, log_variance], 1)"

@@ -86,7 +86,7 @@ def inspect(
 
 def problem(path: str, shapes: Sequence[str] | None) -> tuple[nn.Module, list[Any] | None]:
     """Return a model, by ``MODULE:CALLABLE`` or a workload's name, and inputs of some shapes."""
-    inputs = [_input(shape) for shape in shapes or ()]
+    inputs = list(map(_input, shapes or ()))
     if path not in WORKLOADS:
         return build_model(path, meta=True), inputs or None
     workload = WORKLOADS[path]

@@ -186,7 +186,8 @@ def products(
     half: bool = False,
 ) -> list[Series]:
     """Return products of square matrices by side, ``half`` for bfloat16, too; and convolutions."""
-    sides = sides or (OF_GPU if device.type == "cuda" else OF_PRODUCTS)
+    if sides is None:
+        sides = OF_GPU if device.type == "cuda" else OF_PRODUCTS
 
     def product(dtype: torch.dtype, side: int) -> Call:
         first, second = torch.randn(2, side, side, device=device).to(dtype)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def _with_schedule(value: object, setting: object) -> str:
 def _show(value: object) -> str:
     if isinstance(value, torch.optim.Optimizer | nn.Module | torch.amp.GradScaler):
         return type(value).__name__  # their own text is longer than all the rest
-    if inspect.isfunction(value) or inspect.ismethod(value):
+    if isinstance(value, FunctionType | MethodType):
         return value.__qualname__
     if type(value).__repr__ is object.__repr__:
         return f"{type(value).__name__}()"

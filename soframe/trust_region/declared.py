@@ -43,7 +43,7 @@ class Fit:
 
 def fit(declared: Loss, forward: Forward, closures: int) -> Fit:
     """Compare the curvature of the closure's loss with the declared one's; k closures in a step."""
-    outputs = [output.detach() for output in forward.outputs]
+    outputs = list(map(Tensor.detach, forward.outputs))
     samples = len(outputs[0])
     if forward.calls > 1:
         problem = (
