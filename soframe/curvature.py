@@ -200,7 +200,7 @@ class Curvature(OfModel):
         self.capture = Capture(
             probing=parts.fisher.probed,
             model=parts.model,
-            alone=parts.backend.alone,
+            backend=parts.backend,
             precision=parts.precision,
         )
         keep_memory()

@@ -21,6 +21,7 @@ from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.hooks import Calls, Capture, LayerCall
+from soframe.capture.outputs import heads_in, samples_in
 from soframe.capture.parameters import require_apart
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
@@ -38,7 +39,6 @@ from soframe.products.routing import (
     exponents_of,
     number_of_digits,
     numbered,
-    samples_of,
 )
 from soframe.products.vectors import Coordinates, Vector, total
 
@@ -231,7 +231,7 @@ def sample_gradients(
     require_apart(model)
     is_sharded = any(map(sharding.is_distributed, model.parameters()))
     backend = placed.backend if is_sharded else None
-    capture = Capture(model=model, precision=precision)
+    capture = Capture(model=model, precision=precision, backend=backend)
     collected = _Collected(placed.blocks, routing)
     capture.listen(collected.add, collected.names, alike=True, roots=[model])
     try:
@@ -263,6 +263,9 @@ def _run_passes(
     collected.parameters = capture.sample_rows(outputs, [value])
     keeps_graph = collected.routing.keeps_graph
     value.backward(retain_graph=keeps_graph)
+    failure = capture.calls.failure
+    if _any(backend, failure is not None):
+        raise failure or RuntimeError("another rank cannot take the gradients of its samples")
     if backend is None:
         collected.take(model)
     for digit in collected.digits(backend):
@@ -342,7 +345,7 @@ class _Collected:
 
     def begin(self, outputs: Any = None) -> None:
         """Drop all rows, before the backward pass from outputs of the batch."""
-        self._outputs = outputs
+        self._heads = heads_in(outputs)
         self.samples = 0
         self.loss_gradient: dict[str, Tensor] = {}  # the gradient of the loss, if it is looked at
         self._calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
@@ -385,7 +388,7 @@ class _Collected:
         helper, call = call.helper, batch_first(call)
         left, right = self._sides(call)
         self._calls[helper].append(_Call(left, right))
-        size = call.batch.root.size or samples_of(self._outputs)
+        size = call.batch.root.size or samples_in(self._heads)
         if size == 0 and not helper.routes:
             size = left.shape[1]
         if self.samples == 0:
@@ -429,7 +432,7 @@ class _Collected:
         """Yield the digits that a rank needs; with None, all samples have the same number."""
         checks = not self.routing.is_checked
         self._routed = self._in_another_order()
-        if (checks or self._routed) and 1 < samples_of(self._outputs) == self.samples:
+        if (checks or self._routed) and 1 < samples_in(self._heads) == self.samples:
             self._ordered = set(self._calls) - self._routed
         for helper in self._routed | self._ordered:
             for call in self._calls[helper]:
@@ -455,7 +458,7 @@ class _Collected:
         """Return the layers of such rows; raise if outputs do not show the samples."""
         helpers = {helper for helper in self.routing.helpers if self._calls.get(helper)}
         for helper in helpers:
-            if self.samples not in (1, samples_of(self._outputs)):
+            if self.samples not in (1, samples_in(self._heads)):
                 raise ValueError(
                     f"{self.names[helper]}: the rows of a {type(helper.module).__name__} are not "
                     f"in the order of the batch, and loss(model, batch) does not return the "
@@ -471,7 +474,7 @@ class _Collected:
         helpers = self._unclear if digit is None else self._routed | self._ordered
         self._later = {helper: iter(self._calls[helper]) for helper in helpers}
         # Other ranks may need the pass, and this one not.
-        with numbered(self._outputs if helpers else (), digit):
+        with numbered(self._heads if helpers else (), digit):
             yield
         for helper in self._ordered:
             if all(call.is_in_order for call in self._calls[helper]):
