@@ -29,7 +29,7 @@ from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
 from soframe.layers.parameter import ParameterHelper
-from soframe.products.fitting import LossOf, kept, taken
+from soframe.products.fitting import LossOf, call_loss, kept, taken
 from soframe.products.routing import (
     BASE,
     NONE,
@@ -258,7 +258,7 @@ def _run_passes(
 ) -> bool:
     """Run the backward passes of a batch; return whether the graph was kept, if it was needed."""
     capture.begin(Calls(), enabled=True)
-    outputs, value = loss(model, batch)
+    outputs, value = call_loss(loss, model, batch)
     collected.begin(outputs)
     collected.parameters = capture.sample_rows(outputs, [value])
     keeps_graph = collected.routing.keeps_graph
@@ -266,6 +266,7 @@ def _run_passes(
     failure = capture.calls.failure
     if _any(backend, failure is not None):
         raise failure or RuntimeError("another rank cannot take the gradients of its samples")
+    collected.require_calls()
     if backend is None:
         collected.take(model)
     for digit in collected.digits(backend):
@@ -364,6 +365,14 @@ class _Collected:
         """Take the gradient of the loss from the parameters, if the rows are looked at."""
         if not self.routing.is_checked:
             self.loss_gradient = taken(model)
+
+    def require_calls(self) -> None:
+        """Raise if no layer was called, nor a parameter used."""
+        if not (any(self._calls.values()) or self.parameters):
+            raise ValueError(
+                "no layer has gradients of this batch: loss(model, batch) calls another model than "
+                "the one that it is given"
+            )
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""

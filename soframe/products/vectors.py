@@ -7,6 +7,7 @@ tensor ``[..., *shape]``. Leading dimensions are several vectors, the same for a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +61,14 @@ class Coordinates:
             raise ValueError(problem)
         leading = torch.Size()
         for number, (name, shape) in enumerate(self.shapes.items()):
-            if not torch.is_tensor(vector[name]) or not vector[name].is_floating_point():
-                what = getattr(vector[name], "dtype", type(vector[name]).__name__)
+            tensor: Any = vector[name]
+            if not torch.is_tensor(tensor) or not tensor.is_floating_point():
+                what = getattr(tensor, "dtype", type(tensor).__name__)
                 raise TypeError(f"{name}: a vector has tensors of real floats, not {what}")
-            actual = vector[name].shape
+            if tensor.is_meta or tensor.layout != torch.strided:
+                what = f"{tensor.layout} on {tensor.device}"
+                raise TypeError(f"{name}: a vector has dense tensors with values, not {what}")
+            actual = tensor.shape
             common, leading = leading, actual[: max(0, len(actual) - len(shape))]
             if actual != leading + shape:
                 raise ValueError(
