@@ -68,7 +68,6 @@ from soframe.schedules import NEVER
 from soframe.settings import Distribution, Statistics, flat, group_of
 from soframe.setup import building, choosing
 from soframe.setup.parts import Parts, parts_of
-from soframe.state import durable
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
 from soframe.state.transfer import hand_over
@@ -205,6 +204,7 @@ class Curvature(OfModel):
         self.capture = Capture(
             probing=parts.fisher.probed,
             model=parts.model,
+            alone=parts.backend.alone,
             backend=parts.backend,
             precision=parts.precision,
         )
@@ -520,6 +520,7 @@ class Curvature(OfModel):
             The folder of the checkpoint, within ``folder``.
         """
         from soframe import checkpoint  # imports DCP
+        from soframe.state import durable
 
         blocks = {block.name: self.meaning_of(block) for block in self.blocks}
         meaning = json.dumps({"fisher": self.parts.fisher.kind, "blocks": blocks})
@@ -544,6 +545,7 @@ class Curvature(OfModel):
             ValueError: If the folder has none, or it is damaged, or of another model or method.
         """
         from soframe import checkpoint  # imports DCP
+        from soframe.state import durable
 
         fitting = self.fitting
         path = durable.latest_on(durable.Ranks.of_backend(self.backend), folder)
@@ -620,17 +622,20 @@ class Curvature(OfModel):
         state.check_header(saved, self.blocks, parts.scaling, _frozen(parts.model))
         if parts.damping.state() and "damping" in saved:
             check_damping(saved["damping"], parts.damping, saved["step"])
-        fit = saved.get("fit")
-        if self._fit is None or fit is None:
-            return
-        if fit["fisher"] != parts.fisher.kind:
+        if self._fit is not None:
+            self._compare_fit(saved.get("fit", {}))
+
+    def _compare_fit(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a fit, if the state is of any, is of this Fisher, and goes on."""
+        fisher = self.parts.fisher.kind
+        if saved.get("fisher", fisher) != fisher:
             raise ValueError(
-                f"the curvature is of the Fisher {fit['fisher']!r}, and this one of "
-                f"{parts.fisher.kind!r}: choose the same (Statistics(fisher=...))"
+                f"the curvature is of the Fisher {saved['fisher']!r}, and this one of "
+                f"{fisher!r}: choose the same (Statistics(fisher=...))"
             )
-        if any(fit["batches"]) and fit["places"] != self._places:
+        if any(saved.get("batches", ())) and saved["places"] != self._places:
             raise ValueError(
-                f"the curvature is from an unfinished fit under {fit['places']}, and here are "
+                f"the curvature is from an unfinished fit under {saved['places']}, and here are "
                 f"{self._places}: resume it with the same"
             )
 
@@ -648,15 +653,7 @@ class Curvature(OfModel):
         """
         parts = self.parts
         saved = state.load(check, self.placed, parts.stages)
-        frozen = saved["blocks"].keys() - {block.name for block in self.blocks}
-        has = ("updates", "masses")
-        if lost := [name for name in frozen if any(map(saved["blocks"][name].get, has))]:
-            warnings.warn(
-                f"soframe: moments and statistics of {', '.join(sorted(lost))} are not loaded, "
-                f"which were frozen before this was built: they begin anew if they are thawed. To "
-                f"load them, build while they are trained, and freeze them afterwards",
-                stacklevel=4,
-            )
+        self._warn_of_frozen(saved["blocks"])
         # Solves under way are of factors that are replaced now.
         parts.solves.drop()
         parts.refresh.continue_from(saved["step"], saved["owed_statistics"])
@@ -679,6 +676,18 @@ class Curvature(OfModel):
             self._fit.go_on(saved.get("fit"))
         self.placed.errors.clear()
         return saved
+
+    def _warn_of_frozen(self, saved: Mapping[str, Any]) -> None:
+        """Warn of blocks in a state that have no block here."""
+        frozen = saved.keys() - {block.name for block in self.blocks}
+        has = ("updates", "masses")
+        if lost := [name for name in frozen if any(map(saved[name].get, has))]:
+            warnings.warn(
+                f"soframe: moments and statistics of {', '.join(sorted(lost))} are not loaded, "
+                f"which were frozen before this was built: they begin anew if they are thawed. To "
+                f"load them, build while they are trained, and freeze them afterwards",
+                stacklevel=5,
+            )
 
     # -- blocks -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,11 +47,7 @@ def merge(
     """
     _require_alike(curvatures, damping)
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
-    merged = {}
-    for name, parameter in models[0].items():
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            continue  # such as quantised weights, which have no mean
-        merged[name] = torch.stack([model[name].detach() for model in models]).mean(0)
+    merged = _mean(models)
     mean: dict[str, Tensor] = {}
     for name in curvatures[0].parameters:
         mean[name] = merged[name].to(torch.promote_types(merged[name].dtype, torch.float32))
@@ -65,13 +61,8 @@ def merge(
         residual += coordinates.flat(curvature @ moves).numpy()
     if not np.isfinite(residual).all():
         raise ValueError("merge: the weights of a model or a curvature are not finite")
-    solution, is_open = cg(
-        _sum_of(curvatures, coordinates, 1.0, damping),
-        residual,
-        rtol=tolerance,
-        maxiter=iterations,
-        M=preconditioner,
-    )
+    system = _sum_of(curvatures, coordinates, 1.0, damping)
+    solution, is_open = cg(system, residual, rtol=tolerance, maxiter=iterations, M=preconditioner)
     if is_open:
         raise RuntimeError(
             f"merge: {iterations} iterations do not reach the tolerance {tolerance:.0e}: raise the "
@@ -80,6 +71,15 @@ def merge(
     for name, move in coordinates.unflat(torch.from_numpy(solution)).items():
         merged[name] = (mean[name] + move.to(mean[name])).to(merged[name].dtype)
     return merged
+
+
+def _mean(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the plain mean of the weights of models, without quantised ones."""
+    means: dict[str, Tensor] = {}
+    for name, parameter in models[0].items():
+        if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+            means[name] = torch.stack([model[name].detach() for model in models]).mean(0)
+    return means
 
 
 def _sum_of(

@@ -279,7 +279,8 @@ class Capture:
     rereading: frozenset[LayerHelper] = frozenset()
     alike: bool = True  # whether all ranks take statistics of the same calls
     counts: bool = False  # whether `Preconditioner.count` was ever called
-    backend: Backend | None = None  # of ranks that wait for this one; None if it is alone
+    alone: bool = True  # whether no other rank waits for this one
+    backend: Backend | None = None  # of the ranks that run a sharded model together
     calls: Calls = field(default_factory=Calls)  # the calls of the window under way
     precision: Precision = "fast"  # the precision of products of float32
     closed: bool = False  # whether `close` was called
@@ -299,11 +300,6 @@ class Capture:
         self._delivering = False
         self._sampling = False  # whether backward passes are of `sample_rows`, and of no call
         self._finalizer = weakref.finalize(self, _remove, self._handles)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank waits for this one."""
-        return self.backend is None or self.backend.alone
 
     # -- interface for statistics, Fishers and the step -----------------------------------------
 
@@ -540,8 +536,9 @@ class Capture:
     def _most(self, samples: int) -> int:
         """Return the largest number of samples of the ranks that run backward passes together."""
         assert self.model is not None
-        if self.backend is None or not sharding.sharded_modules(self.model):
+        if not sharding.sharded_modules(self.model):
             return samples
+        assert self.backend is not None
         return int(max(gather_json(self.backend, samples)))
 
     def _deliver_rows(

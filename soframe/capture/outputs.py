@@ -1,7 +1,7 @@
 """The outputs of a model that show the samples of a batch, ``[samples, ...]``.
 
-The gradients of one sample are separated from those of others by a change of the gradients in which
-a backward pass starts to go through the model: zeros or powers of two for each sample.
+A backward pass that starts with other gradients of these outputs, zeros or powers of two for each
+sample, tells samples apart.
 """
 
 from __future__ import annotations

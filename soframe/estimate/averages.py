@@ -54,7 +54,7 @@ class Term:
     # triangle. None if this rank has none.
     tensor: Tensor | None
     # By block the number of rows that reached each group, for averages by group; else one number,
-    # which is that of samples or rows in a mean over data.
+    # of samples or rows in a mean over data.
     reached: Sequence[Sequence[float]] = ()
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
     rates: list[float] = field(default_factory=list)  # by block or by group; see `_increase_masses`

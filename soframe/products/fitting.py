@@ -91,7 +91,7 @@ class Fit:
             self._rest()
 
     def go_on(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from loaded factors and a saved `Progress`; None for those of training."""
+        """Go on from loaded factors and a saved `Progress`; None if they are of training."""
         self._rest()
         self.is_of_data = saved is not None
         if saved is not None:
@@ -181,10 +181,11 @@ class Fit:
             numbers[backend.rank] = self._run(batches, loss, every)
         except Exception as raised:  # of any kind: all ranks raise together
             error = raised
-        flags = [float(error is not None), *numbers]
-        failed, *sums = add_over_ranks(backend, flags + self._statistics.weights())
-        require_no_failure(backend, error, failed)
-        numbers, weights = sums[: len(numbers)], sums[len(numbers) :]
+        failed = [float(error is not None)]
+        sums = add_over_ranks(backend, failed + numbers + self._statistics.weights())
+        require_no_failure(backend, error, sums[0])
+        end = 1 + len(numbers)
+        numbers, weights = sums[1:end], sums[end:]
         with torch.no_grad():
             self._statistics.fold(weights, None, step=0)
         counted = [old + int(new) for old, new in zip(progress.batches, numbers, strict=True)]

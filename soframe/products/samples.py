@@ -264,9 +264,16 @@ def _run_passes(
     keeps_graph = collected.routing.keeps_graph
     value.backward(retain_graph=keeps_graph)
     failure = capture.calls.failure
-    if _any(backend, failure is not None):
-        raise failure or RuntimeError("another rank cannot take the gradients of its samples")
-    collected.require_calls()
+    failed = _any(backend, failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError("another rank cannot take the gradients of its samples")
+    if not collected.is_reached:
+        raise ValueError(
+            "no layer has gradients of this batch: loss(model, batch) calls another model than the "
+            "one that it is given"
+        )
     if backend is None:
         collected.take(model)
     for digit in collected.digits(backend):
@@ -366,13 +373,10 @@ class _Collected:
         if not self.routing.is_checked:
             self.loss_gradient = taken(model)
 
-    def require_calls(self) -> None:
-        """Raise if no layer was called, nor a parameter used."""
-        if not (any(self._calls.values()) or self.parameters):
-            raise ValueError(
-                "no layer has gradients of this batch: loss(model, batch) calls another model than "
-                "the one that it is given"
-            )
+    @property
+    def is_reached(self) -> bool:
+        """Whether any layer was called, or any parameter used."""
+        return len(self.parameters) > 0 or any(self._calls.values())
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""

@@ -61,14 +61,9 @@ class Coordinates:
             raise ValueError(problem)
         leading = torch.Size()
         for number, (name, shape) in enumerate(self.shapes.items()):
-            tensor: Any = vector[name]
-            if not torch.is_tensor(tensor) or not tensor.is_floating_point():
-                what = getattr(tensor, "dtype", type(tensor).__name__)
-                raise TypeError(f"{name}: a vector has tensors of real floats, not {what}")
-            if tensor.is_meta or tensor.layout != torch.strided:
-                what = f"{tensor.layout} on {tensor.device}"
-                raise TypeError(f"{name}: a vector has dense tensors with values, not {what}")
-            actual = tensor.shape
+            if (what := _unlike_entries(vector[name])) is not None:
+                raise TypeError(f"{name}: a vector has dense tensors of real floats, not {what}")
+            actual = vector[name].shape
             common, leading = leading, actual[: max(0, len(actual) - len(shape))]
             if actual != leading + shape:
                 raise ValueError(
@@ -143,6 +138,17 @@ class Coordinates:
         for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
             vector[name] = part.reshape(part.shape[:-1] + shape)
         return vector
+
+
+def _unlike_entries(values: Any) -> str | None:
+    """Return what values are, unless they can be entries of a vector."""
+    if not torch.is_tensor(values):
+        return type(values).__name__
+    if not values.is_floating_point():
+        return str(values.dtype)
+    if values.layout != torch.strided:
+        return str(values.layout)
+    return "meta" if values.is_meta else None
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
