@@ -11,7 +11,6 @@ from torch import Tensor
 from soframe.blocks import sharding
 from soframe.curvature import Curvature
 from soframe.products.vectors import Vector, total
-from soframe.weights import covered
 
 
 def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
@@ -34,7 +33,7 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
             sharded over ranks.
         RuntimeError: If the curvature is not fitted.
     """
-    weights = covered(curvature)
+    weights = curvature.parameters
     sharding.require_whole(weights.items(), "continual.penalty")
     if missing := [name for name in weights if name not in anchor]:
         raise ValueError(

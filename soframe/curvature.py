@@ -13,17 +13,20 @@ solve the blocks that are due, and compute updates.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks import sharding
 from soframe.blocks.block import Block, PlacedBlocks, Solved
 from soframe.blocks.registration import Choice, Registration
 from soframe.blocks.report import Report, warn_of_lost_blocks
@@ -45,7 +48,8 @@ from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import OfMeans, Scale
-from soframe.products.fitting import Fit, LossOf, Progress, Weights
+from soframe.products.fitting import Fit, LossOf
+from soframe.products.meaning import meaning_of
 from soframe.products.operator import Operator, Spectra, spectra_of
 from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
@@ -193,6 +197,7 @@ class Curvature(OfModel):
             probing=parts.fisher.probed,
             model=parts.model,
             alone=parts.backend.alone,
+            backend=parts.backend,
             precision=parts.precision,
         )
         keep_memory()
@@ -293,7 +298,12 @@ class Curvature(OfModel):
         size, probed = parts.backend.world_size, parts.fisher.probed
         scale = Scale(parts.scaling, parts.loss_average, size, probed)
         if parts.means:
-            scale = OfMeans(loss_average="sum", world_size=size, own_gradients=probed)
+            scale = OfMeans(
+                loss_average="sum",
+                world_size=size,
+                own_gradients=probed,
+                copies=sharding.copies(parts.model),
+            )
         has_scale = parts.loss_scale.is_given or parts.stages.backend is not None
         self.statistics = Accumulator(  # the sums of the window under way
             self.placed,
@@ -442,6 +452,12 @@ class Curvature(OfModel):
         return self._coordinates.names
 
     @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that have a block, by name, in the order of the model."""
+        shapes = self._coordinates.shapes
+        return {name: p for name, p in self.parts.model.named_parameters() if name in shapes}
+
+    @property
     def _coordinates(self) -> Coordinates:
         if self._known is None:
             trained = self._covered.blocks
@@ -449,8 +465,8 @@ class Curvature(OfModel):
         return self._known
 
     def _operator(self, damping: float = 0.0, power: float = 1.0) -> Operator:
-        if not damping >= 0:
-            raise ValueError(f"damping must be at least 0, not {damping!r}")
+        if not 0 <= damping < math.inf:
+            raise ValueError(f"damping must be at least 0 and finite, not {damping!r}")
         if self._fit is None and self._spectra_of != self.steps:
             _require_products(block.method for block in self.blocks)
             with torch.no_grad():
@@ -496,15 +512,24 @@ class Curvature(OfModel):
         Within a fit it has the batches so far; in training the averages and solves of the last
         step, which a `Curvature` with the same method, solver and layers loads. It is a sharded
         checkpoint (`soframe.checkpoint.save`): ``curvature`` has the tensors, named such as
-        ``fc/factors/A``, and ``meaning`` a JSON text with the parameters of each block, and side,
-        kind, degree and weight of each factor.
+        ``fc/factors/A``, and ``meaning`` a JSON text with the Fisher and, by block, its parameters,
+        and side, kind, degree and number of samples or rows of each factor.
 
         Returns:
             The folder of the checkpoint, within ``folder``.
         """
-        from soframe.products import files  # imports DCP
+        from soframe import checkpoint  # imports DCP
+        from soframe.state import durable
 
-        return files.save(self, folder)
+        blocks = {block.name: self.meaning_of(block) for block in self.blocks}
+        meaning = json.dumps({"fisher": self.parts.fisher.kind, "blocks": blocks})
+        contents = {"curvature": checkpoint.part(self), "meaning": {"text": meaning}}
+        ranks = durable.Ranks.of_backend(self.backend)
+        return durable.save_on(ranks, folder, contents, sharded=True, keep=1)
+
+    def meaning_of(self, block: Block) -> dict[str, Any]:
+        """Return the meaning of the tensors of a block, as in JSON."""
+        return meaning_of(block, self.names[block], self._fit)
 
     def load(self, folder: str | os.PathLike[str]) -> Self:
         """Load the last file of `save`; every rank must call.
@@ -518,9 +543,15 @@ class Curvature(OfModel):
         Raises:
             ValueError: If the folder has none, or it is damaged, or of another model or method.
         """
-        from soframe.products import files  # imports DCP
+        from soframe import checkpoint  # imports DCP
+        from soframe.state import durable
 
-        files.load(self, folder)
+        fitting = self.fitting
+        path = durable.latest_on(durable.Ranks.of_backend(self.backend), folder)
+        if path is None:
+            raise ValueError(f"{folder} has no curvature that this object could load")
+        checkpoint.load(self, path, key="curvature")
+        self._spectra = None if fitting.progress.gathering else spectra_of(self.placed)
         return self
 
     @property
@@ -536,22 +567,6 @@ class Curvature(OfModel):
                 "soframe.Curvature(model, ...) to fit"
             )
         return self._fit
-
-    def so_far(self) -> tuple[Progress, Weights]:
-        """Return how far a fit has come, and its numbers of samples; none in training."""
-        if self._fit is None:
-            return Progress(), {}
-        return self._fit.progress, self._fit.weights
-
-    def describe_fit(self) -> tuple[str, str]:
-        """Return the kind of Fisher, and the strategy with its ranks."""
-        ranks = self.parts.backend.world_size
-        return self.parts.fisher.kind, f"{describe(self.strategy)} on {ranks} rank(s)"
-
-    def adopt(self) -> None:
-        """Take the second-order data that are there, unless a fit is under way."""
-        unfinished = bool(self.fitting.progress.gathering)
-        self._spectra = None if unfinished else spectra_of(self.placed)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -584,6 +599,9 @@ class Curvature(OfModel):
             "history": state.history(blocks),
             "dampings": state.dampings(blocks, self.dampings),
         }
+        if self._fit is not None:
+            places, fisher = self._places, parts.fisher.kind
+            numbers["fit"] = {**asdict(self._fit.progress), "places": places, "fisher": fisher}
         if policy := parts.damping.state():  # most policies have nothing to keep
             numbers["damping"] = policy
         if late := self.statistics.late():
@@ -592,6 +610,10 @@ class Curvature(OfModel):
             numbers[STAGES] = parts.stages.name
         return numbers
 
+    @property
+    def _places(self) -> str:
+        return f"{describe(self.strategy)} on {self.backend.world_size} rank(s)"
+
     def check_header(self, saved: Any) -> None:
         """Raise ValueError unless a state, perhaps without its tensors, can be loaded."""
         parts = self.parts
@@ -599,6 +621,22 @@ class Curvature(OfModel):
         state.check_header(saved, self.blocks, parts.scaling, _frozen(parts.model))
         if parts.damping.state() and "damping" in saved:
             check_damping(saved["damping"], parts.damping, saved["step"])
+        if self._fit is not None:
+            self._compare_fit(saved.get("fit", {}))
+
+    def _compare_fit(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a fit, if the state is of any, is of this Fisher, and goes on."""
+        fisher = self.parts.fisher.kind
+        if saved.get("fisher", fisher) != fisher:
+            raise ValueError(
+                f"the curvature is of the Fisher {saved['fisher']!r}, and this one of "
+                f"{fisher!r}: choose the same (Statistics(fisher=...))"
+            )
+        if any(saved.get("batches", ())) and saved["places"] != self._places:
+            raise ValueError(
+                f"the curvature is from an unfinished fit under {saved['places']}, and here are "
+                f"{self._places}: resume it with the same"
+            )
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
         """Raise on all copies of all stages if one rank cannot load its state: none does then."""
@@ -614,15 +652,7 @@ class Curvature(OfModel):
         """
         parts = self.parts
         saved = state.load(check, self.placed, parts.stages)
-        frozen = saved["blocks"].keys() - {block.name for block in self.blocks}
-        has = ("updates", "masses")
-        if lost := [name for name in frozen if any(map(saved["blocks"][name].get, has))]:
-            warnings.warn(
-                f"soframe: moments and statistics of {', '.join(sorted(lost))} are not loaded, "
-                f"which were frozen before this was built: they begin anew if they are thawed. To "
-                f"load them, build while they are trained, and freeze them afterwards",
-                stacklevel=4,
-            )
+        self._warn_of_frozen(saved["blocks"])
         # Solves under way are of factors that are replaced now.
         parts.solves.drop()
         parts.refresh.continue_from(saved["step"], saved["owed_statistics"])
@@ -641,8 +671,22 @@ class Curvature(OfModel):
             self.dampings = dict(saved["dampings"])
             for block in self.blocks:
                 block.damp(self.dampings.get(block.name))
+        if self._fit is not None:
+            self._fit.go_on(saved.get("fit"))
         self.placed.errors.clear()
         return saved
+
+    def _warn_of_frozen(self, saved: Mapping[str, Any]) -> None:
+        """Warn of blocks in a state that have no block here."""
+        frozen = saved.keys() - {block.name for block in self.blocks}
+        has = ("updates", "masses")
+        if lost := [name for name in frozen if any(map(saved[name].get, has))]:
+            warnings.warn(
+                f"soframe: moments and statistics of {', '.join(sorted(lost))} are not loaded, "
+                f"which were frozen before this was built: they begin anew if they are thawed. To "
+                f"load them, build while they are trained, and freeze them afterwards",
+                stacklevel=5,
+            )
 
     # -- blocks -------------------------------------------------------------------------------
 

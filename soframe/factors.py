@@ -73,7 +73,7 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
     path, tensors, layers = Path(file), dict[str, Tensor](), dict[str, Any]()
     curvature.inverse(1.0)  # raises where it is not fitted, and starts no collective
     for block in curvature.blocks:
-        layers[block.name] = _describe(curvature, block)
+        layers[block.name] = curvature.meaning_of(block)
         for factor in block.factors:
             if factor.name not in ("A", "G"):
                 continue
@@ -89,7 +89,7 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
             tensors[key] = matrix.clone(memory_format=torch.contiguous_format)
     if not tensors:
         raise ValueError("the method has no factors A or G: save the curvature (Curvature.save)")
-    fisher, _ = curvature.describe_fit()
+    fisher = curvature.parts.fisher.kind
     texts = {"format": FORMAT, "convention": CONVENTION, "fisher": fisher}
     texts["layers"] = json.dumps(layers)
     if path.suffix == ".safetensors":
@@ -136,25 +136,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             return opened.metadata() or {}, tensors
     saved = torch.load(path, map_location="cpu", weights_only=True)
     return saved["metadata"], saved["tensors"]
-
-
-def _describe(curvature: Curvature, block: Block) -> dict[str, Any]:
-    """Return the meaning of the factors of a block, as in JSON."""
-    weights = curvature.fitting.weights.get(block.name, {})
-    described: dict[str, Any] = {
-        "parameters": dict(curvature.names[block]),
-        "matrix": list(block.shape),
-        "bias_column": {"weight", "bias"} <= block.parameters.keys(),
-    }
-    for factor in block.factors:
-        if factor.name in ("A", "G"):
-            described[factor.name] = {
-                "kind": str(factor.kind),
-                "shape": list(factor.shape),
-                "mean_over": factor.mean_over,
-                "number": weights.get(factor.name),
-            }
-    return described
 
 
 def _in_order_of_weight(matrix: Tensor, block: Block) -> Tensor:

@@ -25,7 +25,6 @@ from torch.func import functional_call
 from soframe.blocks import sharding
 from soframe.curvature import Curvature
 from soframe.losses import SquaredError
-from soframe.weights import covered, samples_of, values_of
 
 Forward = Callable[[nn.Module, Any], Tensor]
 """``(model, inputs) -> outputs [samples, ...]``."""
@@ -117,20 +116,20 @@ class Laplace:
     forward: Forward = call
 
     def __post_init__(self) -> None:
-        if not self.prior_precision > 0:
+        if not 0 < self.prior_precision < math.inf:
             raise ValueError(
-                f"Laplace: prior_precision must be positive, not {self.prior_precision!r}: without "
-                f"a prior, directions that the data leave open have no variance; pass a small one, "
-                f"or take optimised()"
+                f"Laplace: prior_precision must be positive and finite, not "
+                f"{self.prior_precision!r}: without a prior, directions that the data leave open "
+                f"have no variance; pass a small one, or take optimised()"
             )
         if self.noise is not None:
             _require_noise(self.curvature, self.noise)
-        samples_of(self.curvature)  # raises where it is not fitted
+        _ = self.samples  # raises where it is not fitted
 
     @property
     def samples(self) -> float:
         """The number N of training samples that the curvature was fitted to, on all ranks."""
-        return samples_of(self.curvature)
+        return self.curvature.fitting.samples
 
     def log_marginal_likelihood(self, log_likelihood: float) -> float:
         """Return the logarithm of the evidence; every rank must call.
@@ -205,7 +204,7 @@ class Laplace:
         Returns:
             Name -> ``[number, *shape]``, of the weights that the curvature covers.
         """
-        noise, weights = {}, values_of(self.curvature)
+        noise, weights = {}, _values_of(self.curvature)
         for name, weight in weights.items():
             shape = (number, *weight.shape)
             noise[name] = torch.randn(
@@ -230,7 +229,7 @@ class Laplace:
         with torch.no_grad():
             mean = self.forward(self.curvature.parts.model, inputs)
         size = mean[:1].numel()
-        roots: dict[str, list[Tensor]] = {name: [] for name in covered(self.curvature)}
+        roots: dict[str, list[Tensor]] = {name: [] for name in self.curvature.parameters}
         for output in range(size):
             gradients = self.curvature.gradients(inputs, self._mean_of(output)).dense()
             for name, rows in self._root(gradients).items():
@@ -252,7 +251,7 @@ class Laplace:
         Raises:
             ValueError: If weights are sharded over ranks, by fully_shard or a plan.
         """
-        sharding.require_whole(covered(self.curvature).items(), "Laplace.outputs")
+        sharding.require_whole(self.curvature.parameters.items(), "Laplace.outputs")
         runner = _Runner(self.curvature.parts.model, self.forward)
         outputs = []
         for _ in range(number):
@@ -303,8 +302,8 @@ class _Runner(nn.Module):
 def _require_noise(curvature: Curvature, noise: float) -> float:
     """Return the precision of the squared errors of the fit; raise unless they are its loss."""
     fisher = curvature.parts.fisher
-    if not noise > 0:
-        raise ValueError(f"Laplace: noise must be positive, not {noise!r}")
+    if not 0 < noise < math.inf:
+        raise ValueError(f"Laplace: noise must be positive and finite, not {noise!r}")
     if not (fisher.probed and isinstance(fisher.loss, SquaredError)):
         raise ValueError(
             "Laplace: noise is the variance of squared errors, and this curvature is of another "
@@ -314,9 +313,14 @@ def _require_noise(curvature: Curvature, noise: float) -> float:
     return fisher.loss.precision
 
 
+def _values_of(curvature: Curvature) -> dict[str, Tensor]:
+    """Return the weights that a curvature covers, whole ones; if sharded, every rank must call."""
+    return {name: sharding.whole(p.detach()) for name, p in curvature.parameters.items()}
+
+
 def _square(curvature: Curvature) -> float:
     """Return the squared norm of the weights that a curvature covers."""
-    squares = [w.double().square().sum().cpu() for w in values_of(curvature).values()]
+    squares = [w.double().square().sum().cpu() for w in _values_of(curvature).values()]
     return float(torch.stack(squares).sum())
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from soframe.blocks import sharding
 from soframe.curvature import Curvature
-from soframe.products.vectors import Vector
-from soframe.weights import covered
+from soframe.products.operator import Operator
+from soframe.products.vectors import Coordinates
 
 
 def merge(
@@ -44,23 +47,56 @@ def merge(
     """
     _require_alike(curvatures, damping)
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
-    merged = {}
-    for name, parameter in models[0].items():
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            continue  # such as quantised weights, which have no mean
-        merged[name] = torch.stack([model[name].detach() for model in models]).mean(0)
+    merged = _mean(models)
     mean: dict[str, Tensor] = {}
-    for name in covered(curvatures[0]):
+    for name in curvatures[0].parameters:
         mean[name] = merged[name].to(torch.promote_types(merged[name].dtype, torch.float32))
-    residual = _zeros(mean)
+    inverses = [curvature.inverse(damping / len(models)) for curvature in curvatures]
+    coordinates = inverses[0].coordinates
+    # The inverse where all curvatures are the same.
+    preconditioner = _sum_of(inverses, coordinates, 1 / len(models) ** 2, 0.0)
+    residual = np.zeros(coordinates.size)
     for curvature, model in zip(curvatures, models, strict=True):
-        moves = {name: model[name].detach() - mean[name] for name in mean}
-        residual = _add(residual, curvature @ moves)
-    system = _System(curvatures, damping)
-    solution = _conjugate_gradients(system, residual, tolerance, iterations)
-    for name, weight in _add(mean, solution).items():
-        merged[name] = weight.to(merged[name].dtype)
+        moves = {name: (model[name].detach() - mean[name]).double().cpu() for name in mean}
+        residual += coordinates.flat(curvature @ moves).numpy()
+    if not np.isfinite(residual).all():
+        raise ValueError("merge: the weights of a model or a curvature are not finite")
+    system = _sum_of(curvatures, coordinates, 1.0, damping)
+    solution, is_open = cg(system, residual, rtol=tolerance, maxiter=iterations, M=preconditioner)
+    if is_open:
+        raise RuntimeError(
+            f"merge: {iterations} iterations do not reach the tolerance {tolerance:.0e}: raise the "
+            f"damping or the tolerance"
+        )
+    for name, move in coordinates.unflat(torch.from_numpy(solution)).items():
+        merged[name] = (mean[name] + move.to(mean[name])).to(merged[name].dtype)
     return merged
+
+
+def _mean(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the plain mean of the weights of models, without quantised ones."""
+    means: dict[str, Tensor] = {}
+    for name, parameter in models[0].items():
+        if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+            means[name] = torch.stack([model[name].detach() for model in models]).mean(0)
+    return means
+
+
+def _sum_of(
+    matrices: Sequence[Curvature] | Sequence[Operator],
+    coordinates: Coordinates,
+    scale: float,
+    damping: float,
+) -> Any:
+    """Return ``scale sum(matrices) + damping I``, for vectors in float64."""
+
+    def multiply(entries: Any) -> Any:
+        vector = coordinates.unflat(torch.from_numpy(entries))
+        products = [coordinates.flat(matrix @ vector) for matrix in matrices]
+        return scale * torch.stack(products).sum(0).numpy() + damping * entries
+
+    size = coordinates.size
+    return LinearOperator((size, size), matvec=multiply, dtype=np.float64)
 
 
 def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
@@ -71,77 +107,15 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         raise ValueError(f"merge: damping must be positive and finite, not {damping!r}")
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
-        sharding.require_whole(covered(curvature).items(), "merge")
+        sharding.require_whole(curvature.parameters.items(), "merge")
         named = curvature.parts.model.named_parameters()
         shapes.append({name: parameter.shape for name, parameter in named})
     if len({id(curvature.parts.model) for curvature in curvatures}) < len(curvatures):
         raise ValueError("merge: two curvatures share one model: fit each to a copy of its own")
     if shapes.count(shapes[0]) < len(shapes):
         raise ValueError("merge: the models differ in names or shapes of parameters: build alike")
-    names = [covered(curvature).keys() for curvature in curvatures]
+    names = [curvature.parameters.keys() for curvature in curvatures]
     if names.count(names[0]) < len(names):
         raise ValueError(
             "merge: the curvatures differ in parameters: pass the same layers=, skip= and method="
         )
-
-
-class _System:
-    """The matrix ``sum_i C_i + damping I``, and the mean of inverses of its terms."""
-
-    def __init__(self, curvatures: Sequence[Curvature], damping: float) -> None:
-        self._curvatures, self._damping = curvatures, damping
-        share = damping / len(curvatures)
-        self._inverses = [curvature.inverse(share) for curvature in curvatures]
-
-    def times(self, vector: Vector) -> dict[str, Tensor]:
-        """Multiply by the matrix."""
-        total = {name: self._damping * tensor for name, tensor in vector.items()}
-        for curvature in self._curvatures:
-            total = _add(total, curvature @ vector)
-        return total
-
-    def precondition(self, vector: Vector) -> dict[str, Tensor]:
-        """Multiply by the preconditioner, the inverse where all curvatures are the same."""
-        total = _zeros(vector)
-        for inverse in self._inverses:
-            total = _add(total, inverse @ vector)
-        return {name: tensor / len(self._inverses) ** 2 for name, tensor in total.items()}
-
-
-def _conjugate_gradients(
-    system: _System, residual: dict[str, Tensor], tolerance: float, iterations: int
-) -> dict[str, Tensor]:
-    """Solve ``system x = residual``, from zero."""
-    solution = _zeros(residual)
-    first = _dot(residual, residual)
-    if first == 0:
-        return solution
-    preconditioned = system.precondition(residual)
-    direction, product = preconditioned, _dot(residual, preconditioned)
-    for _ in range(iterations):
-        image = system.times(direction)
-        length = product / _dot(direction, image)
-        solution = _add(solution, direction, length)
-        residual = _add(residual, image, -length)
-        if _dot(residual, residual) <= tolerance**2 * first:
-            return solution
-        preconditioned = system.precondition(residual)
-        previous, product = product, _dot(residual, preconditioned)
-        direction = _add(preconditioned, direction, product / previous)
-    raise RuntimeError(
-        f"merge: {iterations} iterations do not reach the tolerance {tolerance:.0e}: raise the "
-        f"damping or the tolerance"
-    )
-
-
-def _zeros(like: Vector) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
-
-
-def _add(first: Vector, second: Vector, scale: float = 1.0) -> dict[str, Tensor]:
-    return {name: tensor + scale * second[name] for name, tensor in first.items()}
-
-
-def _dot(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    products = [(tensor * second[name]).double().sum().cpu() for name, tensor in first.items()]
-    return float(torch.stack(products).sum())

@@ -558,11 +558,6 @@ class Registration:
             method, layout = self._cut(name, full, method, layout)
             self._build(full, method, (), layout, auxiliary=True)
             return
-        if sharding.is_distributed(parameter):
-            raise ValueError(
-                f"{full} is sharded over ranks, and only whole parameters have gradients of "
-                f"samples: leave auxiliary= out, or skip its module"
-            )
         helper = ParameterHelper(module, key)
         self._build(full, method, (helper,), helper, auxiliary=True)
 

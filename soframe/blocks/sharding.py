@@ -8,7 +8,7 @@ result for plain PyTorch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -104,6 +104,14 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that fully_shard was called on."""
     fully_shard = met("torch.distributed.fsdp")
     return [] if fully_shard is None else fully_shard.units(model)
+
+
+def gathered(modules: Iterable[Any]) -> Iterator[None]:
+    """Gather the parameters of one of `sharded_modules` after the other; every rank must call."""
+    for module in modules:
+        module.unshard()
+        yield
+        module.reshard()
 
 
 def reshard(modules: Iterable[Any]) -> None:

@@ -39,6 +39,8 @@ from soframe.capture.counting import Batch
 from soframe.capture.parameters import require_apart, sample_gradients
 from soframe.capture.root import Layers, look, look_at_outputs
 from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
+from soframe.comm.agreement import gather_json
+from soframe.comm.base import Backend
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -278,6 +280,7 @@ class Capture:
     alike: bool = True  # whether all ranks take statistics of the same calls
     counts: bool = False  # whether `Preconditioner.count` was ever called
     alone: bool = True  # whether no other rank waits for this one
+    backend: Backend | None = None  # of the ranks that run a sharded model together
     calls: Calls = field(default_factory=Calls)  # the calls of the window under way
     precision: Precision = "fast"  # the precision of products of float32
     closed: bool = False  # whether `close` was called
@@ -503,11 +506,13 @@ class Capture:
             return rows
         assert self.model is not None
         require_apart(self.model)
-        helper_of = {helper.parameter: helper for helper in self._parameters}
+        helper_of = self._helpers_of_present_parameters()
         root = self.calls.batch.root
         self._sampling = True
         try:
-            of_parameters = sample_gradients(outputs, list(helper_of), starts, gradients)
+            of_parameters = sample_gradients(
+                outputs, list(helper_of), starts, gradients, self._most
+            )
             for parameter, of_samples in of_parameters.items():
                 rows[helper_of[parameter]] = of_samples
                 if root.dim > 0 or root.size not in (None, len(of_samples)):
@@ -524,6 +529,22 @@ class Capture:
         finally:
             self._sampling = False
         return rows
+
+    def _helpers_of_present_parameters(self) -> dict[nn.Parameter, ParameterHelper]:
+        """Return helpers by the parameters with which the model has computed."""
+        assert self.model is not None
+        helper_of = {helper.parameter: helper for helper in self._parameters}
+        for _ in sharding.gathered(sharding.sharded_modules(self.model)):
+            helper_of |= {helper.parameter: helper for helper in self._parameters}
+        return helper_of
+
+    def _most(self, samples: int) -> int:
+        """Return the largest number of samples of the ranks that run backward passes together."""
+        assert self.model is not None
+        if not sharding.sharded_modules(self.model):
+            return samples
+        assert self.backend is not None
+        return int(max(gather_json(self.backend, samples)))
 
     def _deliver_rows(
         self, rows: Mapping[ParameterHelper, Tensor], number: int, probe: Probe

@@ -8,29 +8,32 @@ outputs, such as a penalty on weights, are of no sample, and left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from soframe.capture.root import common, tensors_in
+from soframe.blocks import sharding
+from soframe.capture.outputs import changed, heads_in, samples_in
 
 
 def sample_gradients(
     outputs: Any,
     parameters: Sequence[nn.Parameter],
     starts: Sequence[Tensor],
-    gradients: Sequence[Tensor] | None = None,
+    gradients: Sequence[Tensor] | None,
+    most: Callable[[int], int],
 ) -> dict[nn.Parameter, Tensor]:
     """Return the gradients of samples in the parameters that are in the graph.
 
     Args:
         outputs: The outputs of the model, with their graph, which stays.
-        parameters: The parameters.
+        parameters: The parameters with which the model has computed.
         starts: The tensors from which backward passes start: the loss, or the outputs.
         gradients: Their gradients; None for ones.
+        most: From the number of samples the number of passes, which ranks may have to make
+            together.
 
     Returns:
         By parameter ``[samples, entries]``.
@@ -38,57 +41,39 @@ def sample_gradients(
     Raises:
         ValueError: If the outputs do not show the samples.
     """
-    heads = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    samples = common({len(head) for head in heads})
-    if samples is None:
+    heads = heads_in(outputs)
+    samples = samples_in(heads)
+    passes = most(samples)
+    if samples == 0:
         raise ValueError("loss(model, batch) does not return outputs [samples, ...]")
-    rest = _gradients(heads, None, parameters, starts, gradients)
+
+    def gradients_of(sample: int) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients through the outputs of one sample, or of none."""
+
+        def mask(gradient: Tensor) -> Tensor:
+            masked = torch.zeros_like(gradient)
+            masked[sample : sample + 1] = gradient[sample : sample + 1]
+            return masked
+
+        with changed(heads, mask):
+            of_parameters: Sequence[Tensor | None] = torch.autograd.grad(
+                starts, parameters, gradients, retain_graph=True, allow_unused=True
+            )
+        reached: dict[nn.Parameter, Tensor] = {}
+        for parameter, gradient in zip(parameters, of_parameters, strict=True):
+            if gradient is not None:
+                reached[parameter] = sharding.whole(gradient)
+        return reached
+
+    rest = gradients_of(samples)
     rows: dict[nn.Parameter, Tensor] = {}
-    for parameter in rest:
-        rows[parameter] = parameter.new_zeros(samples, parameter.numel())
-    for sample in range(samples):
-        of_sample = _gradients(heads, sample, parameters, starts, gradients)
-        for parameter, gradient in of_sample.items():
-            rows[parameter][sample] = (gradient - rest[parameter]).flatten()
+    for parameter, gradient in rest.items():
+        rows[parameter] = gradient.new_zeros(samples, gradient.numel())
+    for sample in range(passes):
+        for parameter, gradient in gradients_of(sample).items():
+            if sample < samples:
+                rows[parameter][sample] = (gradient - rest[parameter]).flatten()
     return rows
-
-
-def _gradients(
-    heads: Sequence[Tensor],
-    sample: int | None,
-    parameters: Sequence[nn.Parameter],
-    starts: Sequence[Tensor],
-    gradients: Sequence[Tensor] | None,
-) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients through the outputs of one sample, or of none, where there are any."""
-    with _masked(heads, sample):
-        of_parameters: Sequence[Tensor | None] = torch.autograd.grad(
-            starts, parameters, gradients, retain_graph=True, allow_unused=True
-        )
-    reached: dict[nn.Parameter, Tensor] = {}
-    for parameter, gradient in zip(parameters, of_parameters, strict=True):
-        if gradient is not None:
-            reached[parameter] = gradient
-    return reached
-
-
-@contextmanager
-def _masked(heads: Sequence[Tensor], sample: int | None) -> Iterator[None]:
-    """Set the gradients of outputs to zero, but for one sample."""
-
-    def mask(gradient: Tensor) -> Tensor:
-        masked = torch.zeros_like(gradient)
-        if sample is not None:
-            masked[sample] = gradient[sample]
-        return masked
-
-    # Twice where an output is made of another one, which changes nothing.
-    handles = [head.register_hook(mask) for head in heads]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def require_apart(model: nn.Module) -> None:

@@ -14,6 +14,10 @@ may be taken in either order. *Eagerly*, over ranks first, at every statistics s
 ``m`` and ``p`` are `Record.masses` and `Record.pending`, the same on every rank. Eager sums are
 needed by the next solve at the earliest: their collectives overlap with training, and
 `Stack.arrive` averages them in before the next access to the factor.
+
+Plain means over data are eager, and have the numbers of samples or rows as weights::
+
+    m <- m + n        R <- R + n/m (sum_r c_r - R)
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ class Term:
     # The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a valid lower
     # triangle. None if this rank has none.
     tensor: Tensor | None
-    # By block the number of rows that reached each group, for averages by group; else one number.
+    # By block the number of rows that reached each group, for averages by group; else one number,
+    # of samples or rows in a mean over data.
     reached: Sequence[Sequence[float]] = ()
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
     rates: list[float] = field(default_factory=list)  # by block or by group; see `_increase_masses`
@@ -68,12 +73,21 @@ class _Lerp(NamedTuple):
     rate: float
 
 
-def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity: bool) -> None:
-    """Sum the terms of all ranks and average them into the running factors."""
+def enter(
+    placed: PlacedBlocks, terms: Sequence[Term], decay: float | None, *, identity: bool
+) -> None:
+    """Sum the terms of all ranks and average them into the running factors.
+
+    Without a decay these are plain means over data.
+    """
     backend = placed.backend
     eager: list[Term] = []
     deferred: dict[Block, None] = {}
     for term in terms:
+        if decay is None:
+            _increase_masses(term, None)
+            eager.append(term)
+            continue
         # As kfac-pytorch's averages, which start from the identity.
         if identity or term.factor.starts:
             _start(term.stack, term.members, term.index)
@@ -85,6 +99,7 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
             eager.append(term)
     # All deferred factors of a block share this number: once per block.
     for block in deferred:
+        assert decay is not None
         block.record.pending = decay * block.record.pending + (1 - decay)
     _reduce(placed, eager)
 
@@ -128,14 +143,16 @@ def _then_average(
     return Pending(end, nbytes=pending.nbytes)
 
 
-def _increase_masses(term: Term, decay: float) -> None:
-    """Increase the EMA weights of a factor, and set the rates and the step of the new statistics.
+def _increase_masses(term: Term, decay: float | None) -> None:
+    """Increase the weights of a factor, and set the rates and the step of the new statistics.
 
     Dividing by the weight removes the start-up bias, as in Adam. Groups that no row reached keep
     their average.
     """
     factor = term.factor
-    keep = decay if factor.decay is None else factor.decay
+    keep = 1.0  # in a mean over data
+    if decay is not None:
+        keep = decay if factor.decay is None else factor.decay
     known: tuple[object, ...] = ()  # most blocks have the weights of the one before
     masses: list[float] = []
     rates: list[float] = []
@@ -148,8 +165,9 @@ def _increase_masses(term: Term, decay: float) -> None:
             for old_mass, rows in zip(old_masses, reached, strict=True):
                 mass, rate = old_mass, 0.0
                 if rows > 0:
-                    mass = keep * old_mass + (1 - keep)
-                    rate = (1 - keep) / mass
+                    weight = rows if decay is None else 1 - keep
+                    mass = keep * old_mass + weight
+                    rate = weight / mass
                 masses.append(mass)
                 rates.append(rate)
         record.masses[factor.name] = tuple(masses)

@@ -409,8 +409,11 @@ class Accumulator:
         self._last_counts, self._last_contribution = (stage, counts), contribution
         return contribution
 
-    def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
-        """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
+    def fold(self, weights: Sequence[float], decay: float | None, step: int) -> None:
+        """Reduce the sums with the ``weights`` of all ranks, and average them into the factors.
+
+        Without a decay the factors become plain means over data.
+        """
         window = self.window
         window.forget_inputs()
         numbers = iter(weights)
@@ -456,10 +459,11 @@ class Accumulator:
             multiplier *= self._scale.gradient_scale(factor, weights.inputs)
             if factor.mean_over == "group rows":
                 multipliers += [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
-                reached.append(weights.groups)
+                reached.append([rows / self._scale.copies for rows in weights.groups])
             else:
                 divisor = weights.factors[position]
                 multipliers += itertools.repeat(multiplier / divisor, factor.groups)
+                reached.append([divisor / self._scale.copies])
         sums = self.window.sums_of(stack)
         sums.multiply()
         total = sums.totals.get(factor.name)

@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.layers.layout import parameter_of
 
 
 class ParameterHelper(LayerHelper):
@@ -22,22 +23,24 @@ class ParameterHelper(LayerHelper):
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self._keys = module, ("", name)
         self.weight = self._full_weight = None
-        self.bias = module._parameters[name]  # TorchScript has no get()
+        self.bias = parameter_of(module, name)
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter."""
-        (parameter,) = self.parameters.values()
+        """The parameter that the module has now, perhaps as fully_shard has gathered it."""
+        parameter = parameter_of(self.module, self.part)
+        assert parameter is not None
         return parameter
 
     @property
     def part(self) -> str:
         """The name of the parameter in its module."""
-        return next(iter(self.parameters))
+        return self._keys[1]
 
     @cached_property
     def shape(self) -> BlockShape:
-        return BlockShape(1, self.parameter.numel(), 1)
+        assert self.bias is not None
+        return BlockShape(1, self.bias.numel(), 1)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         raise NotImplementedError("a parameter by itself multiplies no inputs")

@@ -108,6 +108,7 @@ class Scale:
     loss_average: LossAverage = "local"  # the weight between g and g0
     world_size: int = 1  # over which gradients are averaged
     own_gradients: bool = False  # rows are g, as with targets drawn from the model
+    copies: int = 1  # ranks that have each batch together, in a mean over data
 
     def call(
         self, module: nn.Module, samples: int, batch: int, shared: int, scale: float, users: int = 1

@@ -2,7 +2,7 @@
 
 Statistics are sums until they are used (`soframe.methods.scaling`), so that a mean over all data is
 one window of the statistics, however many batches and ranks it has. It is reduced every so many
-batches, into factors that are the means so far: these can be saved, and the sums go on from them.
+batches, into factors that are the means so far, and can be saved (`soframe.estimate.averages`).
 Ranks may have different numbers of batches, as nothing is sent for a batch.
 
 Factors whose statistics need second-order data, such as EKFAC's scale, take another pass.
@@ -28,18 +28,13 @@ from soframe.capture.counting import Samples
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
 from soframe.comm.agreement import add_over_ranks, require_no_failure
-from soframe.estimate.averages import settle, store
 from soframe.estimate.solves import Solves
-from soframe.estimate.statistics import Accumulator, weights_of
-from soframe.kernels.devices import along_first
+from soframe.estimate.statistics import Accumulator
 from soframe.kernels.precision import within
 from soframe.specs import FactorSpec
 
 LossOf = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 """``(model, batch) -> (outputs, loss)``: the forward pass, and the mean loss of the batch."""
-
-Weights = dict[str, dict[str, list[float]]]
-"""The number of samples or rows that each factor is a mean over, by block and name."""
 
 Gathering = Mapping[str, Sequence[str]]
 """The factors that take statistics in a pass, by the name of their block."""
@@ -47,11 +42,10 @@ Gathering = Mapping[str, Sequence[str]]
 
 @dataclass
 class Progress:
-    """How far the pass under way has come; empty before and after a fit."""
+    """How far the pass under way has come; empty before and after a fit, the same on every rank."""
 
-    batches: int = 0  # of this rank that are in the factors
+    batches: Sequence[int]  # of each rank that are in the factors
     gathering: Gathering = field(default_factory=dict)  # the factors of the pass
-    weights: Sequence[float] = ()  # of their means, over all ranks: see `Accumulator.weights`
 
 
 class Fit:
@@ -71,9 +65,7 @@ class Fit:
         self._model, self._placed, self._capture = model, placed, capture
         self._fisher, self._statistics, self._solves = fisher, statistics, solves
         self._samples = samples
-        self._copies = sharding.copies(model)  # ranks that count the same samples
-        self.progress = Progress()  # saved with the factors
-        self.weights: Weights = {}  # of each group where groups have rows of their own
+        self.is_of_data = False  # else they are averages of training, or there are none
         self._rest()
 
     def run(
@@ -92,24 +84,52 @@ class Fit:
                     self._pass(loader, loss, every, reduced)
                     self._require_statistics(gathering)
                     self._solve(gathering)
-                    self.progress = Progress()
+                    self._rest()
         finally:
             # After an error the next fit begins anew, unless a saved one is loaded before.
-            self.progress = Progress()
             self._rest()
 
-    def go_on(self, progress: Progress, weights: Weights) -> None:
-        """Go on from loaded factors."""
-        self.progress, self.weights = progress, weights
+    def go_on(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from loaded factors and a saved `Progress`; None if they are of training."""
         self._rest()
+        self.is_of_data = saved is not None
+        if saved is not None:
+            self.progress.gathering = saved["gathering"]
+            if any(saved["batches"]):  # else it is of any number of ranks
+                self.progress.batches = saved["batches"]
+
+    def numbers(self, block: Block, factor: FactorSpec) -> list[float] | None:
+        """Return the number of samples or rows that a factor is a mean over, perhaps by group."""
+        if not self.is_of_data or factor.name not in block.record.masses:
+            return None
+        return list(block.record.masses[factor.name])
+
+    @property
+    def samples(self) -> float:
+        """The number of samples of all data, on all ranks.
+
+        Raises:
+            RuntimeError: If there are none.
+        """
+        number = 0.0
+        for block in self._placed.blocks:
+            for factor in block.factors:
+                if factor.mean_over == "samples":
+                    number = max(number, *self.numbers(block, factor) or [0.0])
+        if not number:
+            raise RuntimeError(
+                "this curvature is not fitted to data: call fit(), or load() one that was"
+            )
+        return number
 
     def _rest(self) -> None:
-        """Let the layers' hooks do nothing."""
+        """Let the layers' hooks do nothing, and the next pass begin with the first batch."""
+        self.progress = Progress([0] * self._placed.backend.world_size)  # saved with the factors
         self._statistics.begin({}, 0)
 
     def _begin_anew(self) -> None:
         """Drop all factors and second-order data."""
-        self.weights = {}
+        self.is_of_data = True
         for stack in self._placed.stacks:
             stack.clear()
         for block in self._placed.blocks:
@@ -136,11 +156,12 @@ class Fit:
                 "this method takes another pass over the data, and the loader is an iterator, "
                 "which is used up: pass a DataLoader or a list"
             )
-        for _ in islice(batches, self.progress.batches):
+        counted = self.progress.batches[self._placed.rank]
+        for _ in islice(batches, counted):
             pass  # counted before the fit was interrupted
         progress = batches
         if self._placed.rank == 0 and sys.stderr.isatty():
-            progress = _shown(batches, loader, self.progress.batches)
+            progress = _shown(batches, loader, counted)
         unfinished = True
         while unfinished:
             unfinished = self._window(progress, loss, every)
@@ -148,40 +169,34 @@ class Fit:
 
     def _window(self, batches: Iterator[Any], loss: LossOf, every: int) -> bool:
         """Take the statistics of some batches; return whether a rank has more."""
-        progress, number, error = self.progress, 0, None
+        progress, backend, error = self.progress, self._placed.backend, None
+        numbers: list[float] = [0.0] * backend.world_size  # of batches in this window, by rank
         gathered: dict[Block, frozenset[str]] = {}
         for block in self._placed.blocks:
             if block.name in progress.gathering:
                 gathered[block] = frozenset(progress.gathering[block.name])
         self._statistics.begin(gathered, 0)
         try:
-            number = self._run(batches, loss, every)
+            numbers[backend.rank] = self._run(batches, loss, every)
         except Exception as raised:  # of any kind: all ranks raise together
             error = raised
-        failed, more = float(error is not None), float(number == every)
-        numbers = [failed, more, *self._statistics.weights()]
-        failed, more, *weights = add_over_ranks(self._placed.backend, numbers)
-        require_no_failure(self._placed.backend, error, failed)
-        earlier = self._sums_so_far()
-        if progress.weights:
-            weights = [new + old for new, old in zip(weights, progress.weights, strict=True)]
+        failed = [float(error is not None)]
+        sums = add_over_ranks(backend, failed + numbers + self._statistics.weights())
+        require_no_failure(backend, error, sums[0])
+        end = 1 + len(numbers)
+        numbers, weights = sums[1:end], sums[end:]
         with torch.no_grad():
-            self._statistics.fold(weights, 0.0, step=0)
-            settle(self._placed, self._placed.members(self._placed.captured))
-            self._note(weights)
-            self._add(earlier)
-        self.progress = replace(progress, batches=progress.batches + number, weights=weights)
-        return more > 0
+            self._statistics.fold(weights, None, step=0)
+        counted = [old + int(new) for old, new in zip(progress.batches, numbers, strict=True)]
+        self.progress = replace(progress, batches=counted)
+        return every in numbers
 
     def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> int:
         """Run forward and backward passes of at most so many batches; return their number."""
         losses: list[Tensor] = []
-        first = self.progress.batches
+        first = self.progress.batches[self._placed.rank]
         for batch in self._together(islice(batches, every)):
-            pair: Any = loss(self._model, batch)
-            if isinstance(pair, Tensor) or pair[1].numel() != 1:
-                raise TypeError("loss(model, batch) must return (outputs, the mean loss, a scalar)")
-            outputs, value = pair
+            outputs, value = call_loss(loss, self._model, batch)
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
                 with self._capture.with_parameters(outputs, value):
@@ -231,49 +246,6 @@ class Fit:
                 return
             yield from next_batches
 
-    def _note(self, weights: Sequence[float]) -> None:
-        """Note the number of samples or rows of each factor of this pass."""
-        numbers, window = iter(weights), self._statistics.window
-        for block, place in self._placed:
-            if block not in window.due:
-                continue
-            totals = weights_of(block, numbers, some_contribute=bool(place.contributors))
-            if totals is None:
-                continue
-            of_block = self.weights.setdefault(block.name, {})
-            for factor, number in zip(block.captured, totals.factors, strict=True):
-                if factor.name in window.tallies[block].gathered:
-                    of_factor: Sequence[float] = [number]
-                    if factor.mean_over == "group rows":
-                        of_factor = totals.groups
-                    of_block[factor.name] = [number / self._copies for number in of_factor]
-
-    def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
-        """Return the factors of this pass times their weights, of those that this rank holds."""
-        sums = {}
-        for block, tally in self._statistics.window.tallies.items():
-            for factor in block.factors:
-                if factor.name in tally.gathered and factor.name in block.running:
-                    mean = block.running.matrix(factor)
-                    sums[block, factor] = mean * self._each(block, factor, mean)
-        return sums
-
-    def _add(self, sums: Mapping[tuple[Block, FactorSpec], Tensor]) -> None:
-        """Add sums to factors, which are divided by the weights of these sums, too."""
-        for block, place in self._placed:
-            for factor in block.factors:
-                if (block, factor) in sums:
-                    mean = block.running.matrix(factor)
-                    weights = self._each(block, factor, mean)
-                    mean = mean + sums[block, factor] / weights.where(weights > 0, 1.0)
-                    stored = store(mean, factor, packed=place.packed)
-                    block.stack.set_factor(factor.name, (block.member,), stored)
-
-    def _each(self, block: Block, factor: FactorSpec, like: Tensor) -> Tensor:
-        """Return the weights of a factor, ``[groups or 1, 1, ...]``."""
-        weights = self.weights[block.name][factor.name]
-        return along_first(torch.tensor(weights, dtype=block.dtype, device=block.device), like)
-
     def _require_statistics(self, gathering: Gathering) -> None:
         """Raise unless all factors of a pass have statistics now."""
         idle: list[str] = []
@@ -298,6 +270,14 @@ class Fit:
             self._solves.advance(self._placed, due, damping=1.0, counters=Counter())
         if failed := [block.name for block in due if not block.solved]:
             raise RuntimeError(f"the factors of {', '.join(failed)} could not be solved")
+
+
+def call_loss(loss: LossOf, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+    """Return the outputs and the mean loss of a batch; raise TypeError for anything else."""
+    match loss(model, batch):
+        case (outputs, Tensor() as value) if value.numel() == 1:
+            return outputs, value
+    raise TypeError("loss(model, batch) must return (outputs, the mean loss, a scalar)")
 
 
 @contextmanager

@@ -22,13 +22,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
-from soframe.capture.root import common, tensors_in
+from soframe.capture.outputs import changed
 from soframe.kernels.devices import along_first
 from soframe.layers.base import LayerHelper
 
@@ -70,35 +69,22 @@ def number_of_digits(samples: int) -> int:
     return number
 
 
-def samples_of(outputs: Any) -> int:
-    """Return the number of samples of outputs ``[samples, ...]`` with a graph; 0 for others."""
-    return common({len(head) for head in _heads(outputs)}) or 0
-
-
-def _heads(outputs: Any) -> Sequence[Tensor]:
-    """Return the outputs of a model that have a graph, of a dict or dataclass, too."""
-    return [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-
-
 @contextmanager
-def numbered(outputs: Any, digit: int | None) -> Iterator[None]:
-    """Multiply the gradients of outputs, as `samples_of` has them, by the numbers of a digit.
+def numbered(heads: Sequence[Tensor], digit: int | None) -> Iterator[None]:
+    """Multiply the gradients of outputs ``[samples, ...]`` by the numbers of a digit.
 
     None stands for a digit that is zero for all.
     """
-    handles = []
-    for head in _heads(outputs):
-        samples = torch.arange(len(head), device=head.device)
+
+    def multiply(gradient: Tensor) -> Tensor:
+        samples = torch.arange(len(gradient), device=gradient.device)
         exponents = torch.full_like(samples, BASE)
         if digit is not None:
             exponents += samples // BASE**digit % BASE
-        numbers = along_first((2.0**exponents).to(head), head)
-        handles.append(head.register_hook(lambda gradient, numbers=numbers: gradient * numbers))
-    try:
+        return gradient * along_first((2.0**exponents).to(gradient), gradient)
+
+    with changed(heads, multiply):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def exponents_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor | None:

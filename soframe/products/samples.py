@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, PlacedBlocks
 from soframe.capture.hooks import Calls, Capture, LayerCall
+from soframe.capture.outputs import heads_in, samples_in
 from soframe.capture.parameters import require_apart
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
@@ -27,7 +28,7 @@ from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
 from soframe.layers.parameter import ParameterHelper
-from soframe.products.fitting import LossOf, kept, taken
+from soframe.products.fitting import LossOf, call_loss, kept, taken
 from soframe.products.routing import (
     BASE,
     NONE,
@@ -37,7 +38,6 @@ from soframe.products.routing import (
     exponents_of,
     number_of_digits,
     numbered,
-    samples_of,
 )
 from soframe.products.vectors import Coordinates, Vector, total
 
@@ -230,7 +230,7 @@ def sample_gradients(
     require_apart(model)
     is_sharded = any(map(sharding.is_distributed, model.parameters()))
     backend = placed.backend if is_sharded else None
-    capture = Capture(model=model, precision=precision)
+    capture = Capture(model=model, precision=precision, backend=backend)
     collected = _Collected(placed.blocks, routing)
     capture.listen(collected.add, collected.names, alike=True, roots=[model])
     try:
@@ -257,11 +257,22 @@ def _run_passes(
 ) -> bool:
     """Run the backward passes of a batch; return whether the graph was kept, if it was needed."""
     capture.begin(Calls(), enabled=True)
-    outputs, value = loss(model, batch)
+    outputs, value = call_loss(loss, model, batch)
     collected.begin(outputs)
     collected.parameters = capture.sample_rows(outputs, [value])
     keeps_graph = collected.routing.keeps_graph
     value.backward(retain_graph=keeps_graph)
+    failure = capture.calls.failure
+    failed = _any(backend, failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError("another rank cannot take the gradients of its samples")
+    if not collected.is_reached:
+        raise ValueError(
+            "no layer has gradients of this batch: loss(model, batch) calls another model than the "
+            "one that it is given"
+        )
     if backend is None:
         collected.take(model)
     for digit in collected.digits(backend):
@@ -341,7 +352,7 @@ class _Collected:
 
     def begin(self, outputs: Any = None) -> None:
         """Drop all rows, before the backward pass from outputs of the batch."""
-        self._outputs = outputs
+        self._heads = heads_in(outputs)
         self.samples = 0
         self.loss_gradient: dict[str, Tensor] = {}  # the gradient of the loss, if it is looked at
         self._calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
@@ -360,6 +371,11 @@ class _Collected:
         """Take the gradient of the loss from the parameters, if the rows are looked at."""
         if not self.routing.is_checked:
             self.loss_gradient = taken(model)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether any layer was called, or any parameter used."""
+        return len(self.parameters) > 0 or any(self._calls.values())
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""
@@ -384,7 +400,7 @@ class _Collected:
         helper, call = call.helper, batch_first(call)
         left, right = self._sides(call)
         self._calls[helper].append(_Call(left, right))
-        size = call.batch.root.size or samples_of(self._outputs)
+        size = call.batch.root.size or samples_in(self._heads)
         if size == 0 and not helper.routes:
             size = left.shape[1]
         if self.samples == 0:
@@ -428,7 +444,7 @@ class _Collected:
         """Yield the digits that a rank needs; with None, all samples have the same number."""
         checks = not self.routing.is_checked
         self._routed = self._in_another_order()
-        if (checks or self._routed) and 1 < samples_of(self._outputs) == self.samples:
+        if (checks or self._routed) and 1 < samples_in(self._heads) == self.samples:
             self._ordered = set(self._calls) - self._routed
         for helper in self._routed | self._ordered:
             for call in self._calls[helper]:
@@ -454,7 +470,7 @@ class _Collected:
         """Return the layers of such rows; raise if outputs do not show the samples."""
         helpers = {helper for helper in self.routing.helpers if self._calls.get(helper)}
         for helper in helpers:
-            if self.samples not in (1, samples_of(self._outputs)):
+            if self.samples not in (1, samples_in(self._heads)):
                 raise ValueError(
                     f"{self.names[helper]}: the rows of a {type(helper.module).__name__} are not "
                     f"in the order of the batch, and loss(model, batch) does not return the "
@@ -470,7 +486,7 @@ class _Collected:
         helpers = self._unclear if digit is None else self._routed | self._ordered
         self._later = {helper: iter(self._calls[helper]) for helper in helpers}
         # Other ranks may need the pass, and this one not.
-        with numbered(self._outputs if helpers else (), digit):
+        with numbered(self._heads if helpers else (), digit):
             yield
         for helper in self._ordered:
             if all(call.is_in_order for call in self._calls[helper]):

@@ -8,6 +8,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +72,8 @@ class Coordinates:
             raise ValueError(problem)
         leading = torch.Size()
         for number, (name, shape) in enumerate(self.shapes.items()):
-            if not torch.is_tensor(vector[name]) or not vector[name].is_floating_point():
-                what = getattr(vector[name], "dtype", type(vector[name]).__name__)
-                raise TypeError(f"{name}: a vector has tensors of real floats, not {what}")
+            if (what := _unlike_entries(vector[name])) is not None:
+                raise TypeError(f"{name}: a vector has dense tensors of real floats, not {what}")
             actual = vector[name].shape
             common, leading = leading, actual[: max(0, len(actual) - len(shape))]
             if actual != leading + shape:
@@ -150,6 +150,17 @@ class Coordinates:
         for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
             vector[name] = part.reshape(part.shape[:-1] + shape)
         return vector
+
+
+def _unlike_entries(values: Any) -> str | None:
+    """Return what values are, unless they can be entries of a vector."""
+    if not torch.is_tensor(values):
+        return type(values).__name__
+    if not values.is_floating_point():
+        return str(values.dtype)
+    if values.layout != torch.strided:
+        return str(values.layout)
+    return "meta" if values.is_meta else None
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:

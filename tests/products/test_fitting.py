@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import signal
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 
 import soframe
 from soframe.methods import KFAC, Call
 from soframe.methods.spectrum import Spectrum, kronecker
-from soframe.products import files
 from tests.curvature import closing, fill, preconditioner, randn
 from tests.products.kinds import KINDS, Batch, Kind, Part, loss, rows_of
 from tests.products.table import taken, vectors
@@ -459,8 +461,8 @@ curvature.fit(batches(5, 4, 3), dies, folder=sys.argv[1], every=1)
 
 @pytest.mark.parametrize("strategy", soframe.available("strategy"))
 def test_places_are_the_same_words_in_every_process(strategy: str) -> None:
-    _, places = soframe.Curvature(network(), strategy=strategy).describe_fit()
-    assert " at 0x" not in places
+    curvature = soframe.Curvature(network(), strategy=strategy)
+    assert " at 0x" not in curvature.header()["fit"]["places"]
 
 
 def test_a_killed_process_resumes_in_another_one(tmp_path: Path) -> None:
@@ -484,18 +486,28 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
     path = curvature.save(tmp_path)
     loaded = soframe.Curvature(model, skip=["^0$"]).load(tmp_path)
     torch.testing.assert_close(values_of(loaded), values_of(curvature), rtol=0, atol=0)
-    head = files._meaning(curvature)["blocks"]["3"]
+    saved = {"meaning": {"text": ""}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*to load in a single process")
+        torch.distributed.checkpoint.load(saved, checkpoint_id=path, no_dist=True)
+    meaning = json.loads(saved["meaning"]["text"])
+    assert meaning["fisher"] == "empirical"
+    head = meaning["blocks"]["3"]
     assert head["parameters"] == {"weight": "3.weight", "bias": "3.bias"}
-    assert head["factors"]["A"] == {
+    assert head["A"] == {
         "side": "right",
         "kind": "psd",
+        "shape": [1, 5, 5],
         "degree": 0,
-        "mean over": "samples",
-        "weight": [9.0],
+        "mean_over": "samples",
+        "number": [9.0],
     }
     assert path.parent == tmp_path
     with pytest.raises(ValueError, match="another choice of layers"):
         soframe.Curvature(model).load(tmp_path)
+    exact = soframe.Curvature(model, skip=["^0$"], statistics=STATISTICS["type-2"])
+    with pytest.raises(ValueError, match="is of the Fisher 'empirical', and this one of 'type-2'"):
+        exact.load(tmp_path)
     with pytest.raises(ValueError, match="has no curvature"):
         soframe.Curvature(model).load(tmp_path / "none")
 
@@ -632,20 +644,43 @@ def test_names_and_shapes_of_vectors_are_checked() -> None:
         curvature @ vector
     with pytest.raises(TypeError, match="a dict of tensors by name, not a Tensor"):
         curvature @ randn(4)
-    for entries in (torch.ones(4, dtype=torch.int64), torch.ones(4) * 1j, None):
-        with pytest.raises(TypeError, match=r"0.bias: a vector has tensors of real floats, not"):
+    wrong = [torch.ones(4, dtype=torch.int64), torch.ones(4) * 1j, None]
+    wrong += [torch.empty(4, device="meta"), torch.ones(4).to_sparse()]
+    for entries in wrong:
+        with pytest.raises(TypeError, match=r"0.bias: a vector has dense tensors of real floats"):
             curvature @ {**whole, "0.bias": entries}
+    for damping in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="damping must be at least 0 and finite"):
+            curvature.inverse(damping)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_loss_returns_outputs_and_a_mean(reduction: str) -> None:
+WRONG: dict[str, Any] = {
+    "alone": lambda outputs, loss: loss,
+    "of each sample": lambda outputs, loss: (outputs, loss.expand(2)),
+    "swapped": lambda outputs, loss: (loss, outputs),
+    "number": lambda outputs, loss: (outputs, loss.item()),
+    "three": lambda outputs, loss: (outputs, loss, 1),
+    "nothing": lambda outputs, loss: None,
+}
+
+
+@pytest.mark.parametrize("wrong", list(WRONG))
+def test_a_loss_returns_outputs_and_a_mean(wrong: str) -> None:
     def loss(model: nn.Module, batch: Batch) -> Any:
-        value = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
-        return value if reduction == "mean" else (model(batch[0]), value)
+        return WRONG[wrong](*cross_entropy(model, batch))
 
-    curvature = soframe.Curvature(network(), layers="all")
-    with pytest.raises(TypeError, match=r"must return \(outputs, the mean loss, a scalar\)"):
-        curvature.fit(batches(3), loss)
+    curvature, (data,) = soframe.Curvature(network(), layers="all"), batches(3)
+    for call in (lambda: curvature.fit(batches(3), loss), lambda: curvature.gradients(data, loss)):
+        with pytest.raises(TypeError, match=r"must return \(outputs, the mean loss, a scalar\)"):
+            call()
+
+
+def test_gradients_of_another_model_are_an_error() -> None:
+    other = network()
+    with pytest.raises(ValueError, match="calls another model than the one that it is given"):
+        soframe.Curvature(network()).gradients(
+            batches(3)[0], lambda model, batch: cross_entropy(other, batch)
+        )
 
 
 def test_samples_that_cannot_be_told_apart_are_refused() -> None:

@@ -298,7 +298,7 @@ def test_errors_have_a_remedy() -> None:
     with pytest.raises(RuntimeError, match=r"not fitted to data: call fit\(\)"):
         Laplace(curvature)
     curvature.fit(data, cross_entropy)
-    for prior in (0.0, -1.0, float("nan")):
+    for prior in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"prior_precision must be positive.*optimised"):
             Laplace(curvature, prior)
     with pytest.raises(ValueError, match="noise must be positive"):

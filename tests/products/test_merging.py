@@ -141,6 +141,10 @@ def test_errors_have_a_remedy() -> None:
     curvatures = _of_two(lambda: soframe.Curvature(fill(network(), 3)))
     with pytest.raises(RuntimeError, match="raise the damping"):
         merge(curvatures, damping=1e-6, tolerance=1e-13, iterations=1)
+    with torch.no_grad():
+        curvatures[1].parameters["0.bias"][0] = math.nan
+    with pytest.raises(ValueError, match="weights of a model or a curvature are not finite"):
+        merge(curvatures, damping=1.0)
 
 
 def test_least_squares_of_two_halves_merge_into_that_of_all_data() -> None:

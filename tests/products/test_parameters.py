@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from soframe.laplace import Laplace
 from tests.curvature import fill, randn
 from tests.distributed.harness import run_ranks
 from tests.products.kinds import Batch, Kind, loss
+from tests.products.test_everywhere import WAYS
 
 DAMPING = 0.3
 FISHERS: dict[str, soframe.Statistics] = {
@@ -327,19 +329,95 @@ def test_ranks_are_one_process_and_others_load(ranks: int, strategy: str, tmp_pa
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-def shards(rank: int, ranks: int) -> str:
-    kind = kind_of("alone")
-    fully_shard(kind.model)
-    with pytest.raises(ValueError, match="only whole parameters have gradients") as raised:
-        soframe.Curvature(kind.model, auxiliary="diagonal")
-    return str(raised.value)
+class Shifted(nn.Module):
+    """A vector and a table of positions, the latter used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = (x * self.scale + self.table).tanh() + self.table
+        return outputs
+
+
+def between() -> Kind:
+    """Return a vector and a table between two layers that a plan cuts."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), Shifted(), nn.Linear(4, 3))).eval()
+    return Kind(model, lambda n: randn(n, 2, 3, seed=n))
+
+
+def nested(model: nn.Module, ranks: int) -> int:
+    for child in model:  # type: ignore[attr-defined]
+        fully_shard(child)
+    fully_shard(model)
+    return ranks
+
+
+NESTED: dict[str, Callable[[nn.Module, int], int]] = {"nested": nested}
+CHOICES = ("^2$", "kfac", "comm-opt"), ("^0$", "diagonal", "mem-opt"), ("^1$", "kfac", "sharded")
+"""The layer that has a helper's block, the method of all other parameters, and the strategy."""
+
+
+def sharded_errors(rank: int, ranks: int, way: str, fisher: str) -> list[float]:
+    """Return the errors of everything that parameters have on sharded models."""
+    whole, data, found = between(), between().data() + between().data()[:1], list[float]()
+    for pattern, auxiliary, strategy in CHOICES:
+        kind = between()
+        shares = (WAYS | NESTED)[way](kind.model, ranks)
+        share = data[rank * shares // ranks :: shares]
+        curvature = soframe.Curvature(
+            kind.model,
+            {pattern: "kfac"},
+            auxiliary=auxiliary,
+            strategy=strategy,
+            statistics=FISHERS[fisher],
+        )
+        curvature.fit(share, loss, every=1)
+        assert single(curvature)
+        vector = {n: randn(2, *p.shape, seed=i) for i, (n, p) in enumerate(named(whole))}
+        inverse = curvature.inverse(DAMPING)
+        gradients = [whole.gradients(batch) for batch in share]
+        scores = soframe.influence.scores(curvature, data[1:2], share, loss, damping=DAMPING)
+        solved = inverse @ whole.gradients(data[1])
+        wanted: Any = 0.0
+        for name in vector:
+            columns = torch.cat([batch[name] for batch in gradients]).flatten(1)
+            wanted = wanted + solved[name].flatten(1) @ columns.T
+        pairs = [(scores, wanted)]
+        found_gradients = curvature.gradients(share[-1], loss).dense()
+        pairs += [(found_gradients[name], gradients[-1][name]) for name in vector]
+        for name in single(curvature):
+            matrix = fisher_of(whole, name, fisher, data)
+            if auxiliary == "diagonal":
+                matrix = matrix.diagonal().diag()
+            flat = vector[name].reshape(2, -1)
+            damped = matrix + DAMPING * torch.eye(len(matrix), dtype=matrix.dtype)
+            pairs += [
+                ((curvature @ vector)[name].reshape(2, -1), flat @ matrix),
+                ((inverse @ vector)[name].reshape(2, -1), torch.linalg.solve(damped, flat.T).T),
+                (curvature.eigenvalues(name), torch.linalg.eigvalsh(matrix)),
+            ]
+        found += [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
+    return found
+
+
+QUICK = {("nested", 2), ("plan", 2), ("fully_shard of a plan", 4)}
+SHARDED = []
+for way in (*NESTED, *WAYS):
+    for ranks in (1, 2, 4):
+        if ranks == 4 or not ("copies" in way or "of a plan" in way):
+            marks = [pytest.mark.slow] if (way, ranks) in QUICK else [pytest.mark.thorough]
+            SHARDED.append(pytest.param(way, ranks, marks=marks))
 
 
 @pytest.mark.distributed
-def test_sharded_parameters_are_refused() -> None:
-    for text in run_ranks(shards, 2):
-        assert text.startswith("kernel is sharded over ranks")
-        assert "leave auxiliary= out, or skip its module" in text
+@pytest.mark.parametrize("fisher", list(FISHERS))
+@pytest.mark.parametrize(("way", "ranks"), SHARDED)
+def test_sharded_parameters_have_dense_blocks(way: str, ranks: int, fisher: str) -> None:
+    """Ranks have batches of other sizes, and so other numbers of passes."""
+    for found in run_ranks(sharded_errors, ranks, way, fisher):
+        assert max(found) < 1e-11
 
 
 # -- choices and errors ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import soframe
+from soframe.layers import LinearHelper
 from tests.curvature import fill, randn
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankError, run_ranks
 from tests.products.kinds import KINDS, Batch, Kind, Mean, across, loss, one
 from tests.products.table import COLUMNS, errors
 
@@ -204,3 +205,25 @@ def test_posteriors_are_those_of_the_whole_model(how: str) -> None:
         for message, what in zip(messages, ("Laplace.outputs", "penalty", "merge"), strict=True):
             assert what in message
             assert "0.weight is sharded by fully_shard or a tensor-parallel plan" in message
+
+
+class Part(nn.Linear):
+    """A layer that computes with this rank's part of its weight alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to_local())  # type: ignore[operator]
+
+
+def of_parts(rank: int, ranks: int) -> None:
+    model = fill(nn.Sequential(Part(3, 4, bias=False), nn.Linear(2, 2)))
+    weight = distribute_tensor(model[0].weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    model[0].weight = nn.Parameter(weight)
+    curvature = soframe.Curvature(model, layers={"^0$": LinearHelper})
+    curvature.gradients((randn(3, 3), randn(3, 2)), loss)
+
+
+def test_gradients_of_samples_of_a_part_of_a_weight_are_an_error() -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(of_parts, 2)
+    for failure in raised.value.failures:
+        assert "computes with this rank's part of a parameter" in failure.summary
