@@ -453,7 +453,7 @@ class Curvature(OfModel):
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that have a block, by name, in the order of the model."""
+        """The parameters that vectors have, by name, in the order of the model."""
         shapes = self._coordinates.shapes
         return {name: p for name, p in self.parts.model.named_parameters() if name in shapes}
 
