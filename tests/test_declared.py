@@ -225,6 +225,20 @@ def test_solvers_declare_what_they_take() -> None:
     }
 
 
+def test_clips_and_policies_declare_what_they_read() -> None:
+    clips = soframe.available("clip")
+    assert {name: clips[name].reads_gradients for name in ("kl", "norm")} == {
+        "kl": True,
+        "norm": False,
+    }
+    policies = soframe.available("damping")
+    assert {name: (policies[name].per_block, policies[name].interval) for name in DAMPINGS} == {
+        "constant": (False, 0),
+        "levenberg-marquardt": (False, 5),
+        "relative": (True, 0),
+    }
+
+
 CONVOLUTION = ("sample", True)
 UNITS = {
     "AttentionHelper": ("row", False),
