@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -36,6 +35,7 @@ from soframe.blocks.survey import plain_name
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers
+from soframe.checks.warning import warn
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes, copies
 from soframe.estimate.updates import by_parameter
@@ -303,13 +303,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         rates_now = {float(group["lr"]) for group in earlier}
         if has_scheduler or not rates_now <= self._first_rates():
             rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
-            warnings.warn(
-                f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
+            warn(
+                f"param group(s) of soframe.Optimizer begin, since parameters were thawed "
                 f"or added: {rates}. No schedule has changed this rate, as it has others, and a "
                 f"scheduler of torch that is there already may raise. Build the optimizer and its "
                 f"schedulers while the parameters are trained, and freeze them afterwards; or set "
-                f"optimizer.param_groups[...]['lr'], and make the schedulers anew",
-                stacklevel=8 if has_scheduler else 7,
+                f"optimizer.param_groups[...]['lr'], and make the schedulers anew"
             )
 
     def _first_rates(self) -> set[float]:
