@@ -298,9 +298,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         new, self._new = self._new, []
         numbers = set(map(id, new))
-        earlier = [group for group in self.param_groups if id(group) not in numbers]
-        has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
-        rates_now = {float(group["lr"]) for group in earlier}
+        has_scheduler, rates_now = False, set[float]()  # of the others
+        for group in self.param_groups:
+            if id(group) not in numbers:
+                has_scheduler |= "initial_lr" in group
+                rates_now.add(float(group["lr"]))
         if has_scheduler or not rates_now <= self._first_rates():
             rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warn(
