@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -35,6 +34,7 @@ from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
 from soframe.checks.numbers import require_integer
+from soframe.checks.warning import warn
 from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
 from soframe.damping.policies import check_damping, damping_at
@@ -174,10 +174,9 @@ class Curvature(OfModel):
         )
         if lost := self._coordinates.lost:
             reasons = "; ".join(f"{name}: {why}" for name, why in lost.items())
-            warnings.warn(
-                f"soframe: the curvature leaves parameters out. {reasons}. With "
-                f"auxiliary='diagonal' they have a block each",
-                stacklevel=2,
+            warn(
+                f"the curvature leaves parameters out. {reasons}. With auxiliary='diagonal' they "
+                f"have a block each"
             )
 
     @classmethod
@@ -257,7 +256,7 @@ class Curvature(OfModel):
             if block.name not in names and block.record.damping is None:
                 block.damp(self.dampings.get(block.name))
         self.placed.errors.extend(former.errors)
-        warn_of_lost_blocks(report, self._report, stacklevel=9)
+        warn_of_lost_blocks(report, self._report)
         if report.solver:
             self._report = replace(self._report, solver=report.solver)
 
@@ -660,10 +659,7 @@ class Curvature(OfModel):
             if "damping" in saved:
                 parts.damping.load(saved["damping"])
             else:
-                warnings.warn(
-                    f"soframe: the state lacks {describe(parts.damping)}, which begins anew",
-                    stacklevel=4,
-                )
+                warn(f"the state lacks {describe(parts.damping)}, which begins anew")
         state.load_history(saved["history"], self.blocks)
         self.steps = saved["step"]
         self.counts.update({name: saved["counters"].get(name, 0) for name in self.counts})
@@ -681,11 +677,10 @@ class Curvature(OfModel):
         frozen = saved.keys() - {block.name for block in self.blocks}
         has = ("updates", "masses")
         if lost := [name for name in frozen if any(map(saved[name].get, has))]:
-            warnings.warn(
-                f"soframe: moments and statistics of {', '.join(sorted(lost))} are not loaded, "
+            warn(
+                f"moments and statistics of {', '.join(sorted(lost))} are not loaded, "
                 f"which were frozen before this was built: they begin anew if they are thawed. To "
-                f"load them, build while they are trained, and freeze them afterwards",
-                stacklevel=5,
+                f"load them, build while they are trained, and freeze them afterwards"
             )
 
     # -- blocks -------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -35,6 +34,7 @@ from soframe.blocks.report import Report
 from soframe.blocks.survey import plain_name
 from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers
+from soframe.checks.warning import warn
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes, copies
 from soframe.estimate.updates import by_parameter
@@ -298,18 +298,19 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         new, self._new = self._new, []
         numbers = set(map(id, new))
-        earlier = [group for group in self.param_groups if id(group) not in numbers]
-        has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
-        rates_now = {float(group["lr"]) for group in earlier}
+        has_scheduler, rates_now = False, set[float]()  # of the others
+        for group in self.param_groups:
+            if id(group) not in numbers:
+                has_scheduler |= "initial_lr" in group
+                rates_now.add(float(group["lr"]))
         if has_scheduler or not rates_now <= self._first_rates():
             rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
-            warnings.warn(
-                f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
+            warn(
+                f"param group(s) of soframe.Optimizer begin, since parameters were thawed "
                 f"or added: {rates}. No schedule has changed this rate, as it has others, and a "
                 f"scheduler of torch that is there already may raise. Build the optimizer and its "
                 f"schedulers while the parameters are trained, and freeze them afterwards; or set "
-                f"optimizer.param_groups[...]['lr'], and make the schedulers anew",
-                stacklevel=8 if has_scheduler else 7,
+                f"optimizer.param_groups[...]['lr'], and make the schedulers anew"
             )
 
     def _first_rates(self) -> set[float]:

@@ -181,7 +181,7 @@ class Preconditioner(OfModel):
             moving_optimizer=grouping(optimizer),
             measuring=measuring,
         )
-        parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=3)
+        parts.refresh.warn_of_settings(self.curvature.blocks)
 
     def _require_read(self) -> None:
         """Raise a ValueError if no block reads a setting, which would be ignored silently."""

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-import math
+import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,123 +16,64 @@ import soframe
 from soframe.layers import LayerHelper
 from soframe.layers import __dict__ as layers
 from soframe.methods.base import DECLARED, Method
+from soframe.registry import KINDS
+from tests.docs.test_api import LISTED
 
-ORTHOGONAL = {"scale": "spectral", "steps": 5, "coefficients": "muon", "dtype": None}
-OF_SOAP = {
-    "betas": (0.95, 0.95),
-    "eps": 1e-8,
-    "shampoo_beta": 0.95,
-    "skip_first": True,
-    "max_size": 10_000,
-    "max_ratio": math.inf,
-    "correct_bias": True,
-    "normalise": False,
-    "carry": "permute",
-    "positions": 1,
-}
-OF_SOAP_MUON = {
-    **ORTHOGONAL,
-    "momentum": 0.85,
-    "square_beta": 0.95,
-    "shampoo_beta": 0.95,
-    "eps": 1e-8,
-    "max_size": 10_000,
-    "max_ratio": 2.0,
-    "carry": "permute",
-    "steps": 3,
-}
-OF_SHAMPOO = {
-    "decay": 0.999,
-    "sides": "both",
-    "power": None,
-    "epsilon": 1e-6,
-    "graft": "adamw",
-    "graft_steps": 10,
-    "max_size": 8192,
-}
-LONGEST = {"max_size": 8192}
-METHODS: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
-    "blocked": {"method": "shampoo", "block_size": 1024},
-    "diagonal": {},
-    "ekfac": LONGEST,
-    "eva": {},
-    "foof": LONGEST,
-    "graft": {},
-    "kfac": LONGEST,
-    "kfac-muon": {"momentum": 0.95, **LONGEST},
-    "kfac-reduce": LONGEST,
-    "kl-shampoo": {**OF_SHAMPOO, "decay": 0.95, "graft": None, "start": 0.1},
-    "kl-soap": {**OF_SOAP, "epsilon": 1e-6, "start": 0.1},
-    "match-rms": {"scale": "spectral"},
-    "momentum": {"beta": 0.9, "nesterov": False, "averaged": True},
-    "muon": {"momentum": 0.95, "nesterov": True, **ORTHOGONAL},
-    "newton-muon": {"momentum": 0.95, **LONGEST},
-    "normalise-rows": {"beta": 0.95, "eps": 1e-8},
-    "normuon": {"momentum": 0.95, "nesterov": True, "row_beta": 0.95, **ORTHOGONAL},
-    "orthogonalise": {"steps": 5, "coefficients": "muon", "dtype": None},
-    "sgd": {"momentum": 0.0, "nesterov": False},
-    "shampoo": OF_SHAMPOO,
-    "soap": OF_SOAP,
-    "soap-muon": OF_SOAP_MUON,
-    "soap-normuon": OF_SOAP_MUON,
-    "tnt": LONGEST,
-}
-SOLVERS: dict[str, dict[str, Any]] = {
-    "basis": {"ordered": True},
-    "eigen": {"follows": False},
-    "inverse": {"split": "pi"},
-    "newton-schulz": {"split": "pi", "iterations": 40},
-    "orthogonal-iteration": {"iterations": 1, "tolerance": 0.1, "follows": False},
-    "root": {"power": -0.25, "epsilon": 1e-6},
-}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "auto": {"memory_limit": None, "hardware": None, "budget": 4.0},
-    "comm-opt": {"colocate": True},
-    "hybrid-opt": {"colocate": True, "gradient_workers": 0.5},
-    "mem-opt": {},
-    "owner-local": {},
-    "sharded": {"colocate": False, "group": 4, "deferred": False, "wire": None},
-}
-DAMPINGS: dict[str, dict[str, Any]] = {
-    "constant": {"value": 0.01},
-    "levenberg-marquardt": {"initial": None, "omega": 0.8, "interval": 5, "low": 1e-8, "high": 1e8},
-    "relative": {"value": 0.1},
-}
-BACKENDS: dict[str, dict[str, Any]] = {
-    "recording": {"inner": None, "rank": 0, "world_size": 1, "fused": False},
-    "single": {},
-    "torch": {"group": None, "meet_timeout": 300.0, "overlap": True, "fused": None},
-}
-DEFAULTS = {
-    "method": METHODS,
-    "solver": SOLVERS,
-    "strategy": STRATEGIES,
-    "damping": DAMPINGS,
-    "backend": BACKENDS,
-}
+TABLE = Path(__file__).with_name("defaults.txt")
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, parts in DEFAULTS.items() for name in parts]
-)
-def test_defaults_stay(kind: str, name: str) -> None:
-    found: dict[str, Any] = {}
-    for parameter in inspect.signature(soframe.available(kind)[name]).parameters.values():
-        value = parameter.default
-        if value is None or isinstance(value, bool | int | float | str | tuple):
-            found[parameter.name] = value
-    assert found == DEFAULTS[kind][name]
+def public_objects() -> list[Any]:
+    """Return the functions and classes of the API pages, and all registered parts of soframe."""
+    found = [part for kind in KINDS for part in soframe.available(kind).values()]
+    for name in LISTED:
+        listed = pkgutil.resolve_name(name)
+        if not inspect.ismodule(listed):
+            found.append(listed)
+            continue
+        for key, value in vars(listed).items():
+            is_own = getattr(value, "__module__", "") == name and not key.startswith("_")
+            if key in getattr(listed, "__all__", ()) or is_own:
+                found.append(value)
+    return [part for part in found if getattr(part, "__module__", "").startswith("soframe.")]
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
-def test_every_part_has_its_defaults_here(kind: str) -> None:
-    of_soframe = {
-        name
-        for name, part in soframe.available(kind).items()
-        if part.__module__.startswith("soframe.")
-    }
-    assert of_soframe == set(DEFAULTS[kind])
+def functions_of(part: Any) -> dict[str, Any]:
+    """Return a function, or a class and its methods, by the names where these are defined."""
+    found = {f"{part.__module__}.{part.__qualname__}": part}
+    if not inspect.isclass(part):
+        return found
+    for base in reversed(part.__mro__):
+        name = f"{base.__module__}.{base.__qualname__}"
+        if not name.startswith("soframe."):
+            continue
+        for key, value in vars(base).items():
+            function = getattr(value, "__func__", value)
+            if inspect.isfunction(function) and not key.startswith("_"):
+                found[f"{name}.{key}"] = function
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def defaults() -> list[str]:
+    """Return a line for each public function or class with defaults: its name, and they."""
+    lines = set()
+    for part in public_objects():
+        for name, function in functions_of(part).items():
+            parameters = inspect.signature(function).parameters.values()
+            plain = [p for p in parameters if p.default is not p.empty and is_plain(p.default)]
+            if plain:
+                lines.add(f"{name}({', '.join(f'{p.name}={p.default!r}' for p in plain)})")
+    return sorted(lines)
+
+
+def test_defaults_stay() -> None:
+    """A change is written down by ``python -m tests.test_declared``, and in CHANGELOG.md."""
+    assert defaults() == TABLE.read_text(encoding="utf-8").splitlines()
 
 
 # -- what methods declare --------------------------------------------------------------------------
@@ -212,7 +154,7 @@ def test_solvers_declare_what_they_take() -> None:
     names = ("damps_factors", "follows", "diagonals", "continues")
     found = {}
     for name, kind in soframe.available("solver").items():
-        if name in SOLVERS:
+        if kind.__module__.startswith("soframe."):
             solver = kind()
             found[name] = [key for key in names if getattr(solver, key)]
     assert found == {
@@ -222,6 +164,21 @@ def test_solvers_declare_what_they_take() -> None:
         "newton-schulz": ["damps_factors", "diagonals", "continues"],
         "orthogonal-iteration": ["diagonals", "continues"],
         "root": [],
+    }
+
+
+def test_clips_and_policies_declare_what_they_read() -> None:
+    clips = soframe.available("clip")
+    assert {name: clips[name].reads_gradients for name in ("kl", "norm")} == {
+        "kl": True,
+        "norm": False,
+    }
+    policies = soframe.available("damping")
+    names = ("constant", "levenberg-marquardt", "relative")
+    assert {name: (policies[name].per_block, policies[name].interval) for name in names} == {
+        "constant": (False, 0),
+        "levenberg-marquardt": (False, 5),
+        "relative": (True, 0),
     }
 
 
@@ -255,3 +212,7 @@ def test_layers_declare_what_can_be_taken_of_a_call() -> None:
         if issubclass(kind, LayerHelper):
             found[kind.__name__] = (kind.unit, kind.widens)
     assert found == UNITS
+
+
+if __name__ == "__main__":
+    TABLE.write_text("\n".join([*defaults(), ""]), encoding="utf-8")

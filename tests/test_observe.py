@@ -89,8 +89,9 @@ class Branches(nn.Module):
         return self.head(torch.tanh(self.some(y)) if x.shape[1] > 1 else y)
 
 
+@pytest.mark.parametrize("method", ["kfac", "tnt", "diagonal"])
 @pytest.mark.parametrize("whole_step", [False, True])
-def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
+def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool, method: str) -> None:
     """Rows are weighted as samples are, however many positions a sample has."""
     batches = [randn(1, 3, 3, seed=1), randn(3, 1, 3, seed=2)]
     found = []
@@ -101,17 +102,18 @@ def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
         with ExitStack() as stack:
             if whole_step:
                 statistics = soframe.Statistics(**given)
-                own: Any = soframe.Optimizer(model, method="kfac", lr=0.0, statistics=statistics)
+                own: Any = soframe.Optimizer(model, method=method, lr=0.0, statistics=statistics)
                 inner = stack.enter_context(closing(own.preconditioner))
             else:
-                own = inner = stack.enter_context(closing(preconditioner(model, **given)))
+                of_model = preconditioner(model, method=method, **given)
+                own = inner = stack.enter_context(closing(of_model))
             for x in batches:
                 outputs = model(x).movedim(-1, 1)
                 weight = len(x) / 2 if average == "local" else 1.0
                 own.observe(outputs, weight=weight)
                 (weight * outputs.square().sum() / len(x)).backward()
             own.step()
-            found.append([t for name in blocks(inner) for t in factors(inner, name)])
+            found.append([t for b in inner.blocks for t in b.running.values()])
     for local, whole in zip(*found, strict=True):
         compare(local, whole, "weighted by size")
 

@@ -1,6 +1,7 @@
 """What holds for the project as a whole: its imports and its version."""
 
 import ast
+import contextlib
 import graphlib
 import importlib.metadata
 import inspect
@@ -9,12 +10,18 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.utils._device import _device_constructors
 
 import soframe
+from soframe.checks.warning import warn
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -250,3 +257,34 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
         for line, made in without_a_device(ast.parse(file.read_text(encoding="utf-8"))):
             found.append(f"{file.relative_to(ROOT)}:{line}: {made}")
     assert not found, "name the device, that of what it works with or device='cpu'"
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+
+def test_warnings_name_the_line_of_the_user() -> None:
+    """Also where a hook or a context of torch or Python is between it and soframe."""
+    of_soframe: dict[str, Any] = {"__name__": "soframe.example", "warn": warn}
+    exec("def hook(text, *_):\n    warn(text)", of_soframe)
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(partial(of_soframe["hook"], "a call"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        warn("a line")
+        model(torch.zeros(1, 2))
+        with contextlib.ExitStack() as stack:
+            stack.callback(of_soframe["hook"], "an end")
+    told = [(str(warning.message), warning.filename) for warning in warned]
+    assert told == [(f"soframe: {name}", __file__) for name in ("a line", "a call", "an end")]
+    lines = [warning.lineno - warned[0].lineno for warning in warned]
+    assert lines == [0, 1, 2]
+
+
+def test_no_other_file_warns_by_itself() -> None:
+    """It would have to count the functions between it and the user's line."""
+    files = [
+        file
+        for file in (ROOT / "soframe").rglob("*.py")
+        if "warnings.warn(" in file.read_text("utf-8")
+    ]
+    assert files == [ROOT / "soframe/checks/warning.py"]

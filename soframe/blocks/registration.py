@@ -8,7 +8,6 @@ gradients alone, on every parameter that is in no block of a layer.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +33,7 @@ from soframe.blocks.reasons import (
 )
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.blocks.survey import Survey
+from soframe.checks.warning import warn
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import (
@@ -127,13 +127,12 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
             return
 
 
-def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
+def warn_unused(patterns: Sequence[str]) -> None:
     """Warn of patterns that match nothing."""
-    warnings.warn(
-        f"soframe: no module matches the pattern(s) {', '.join(map(repr, patterns))}; names are "
+    warn(
+        f"no module matches the pattern(s) {', '.join(map(repr, patterns))}; names are "
         f"those of model.named_modules(), without what checkpoint_wrapper and torch.compile put in "
-        f"between, patterns regular expressions",
-        stacklevel=stacklevel,
+        f"between, patterns regular expressions"
     )
 
 
@@ -175,7 +174,7 @@ class Registration:
         self.unused = sorted(patterns - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
-            warn_unused(self.unused, stacklevel=9)
+            warn_unused(self.unused)
 
     def _build_components(self) -> None:
         """Build the methods and solvers that the user has chosen, and the default ones."""

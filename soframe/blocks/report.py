@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from soframe.checks.warning import warn
 from soframe.text import alike, format_bytes, format_table
 
 FROZEN = "frozen"
@@ -133,7 +133,7 @@ def _block(rows: Sequence[ReportRow]) -> str:
     return next(iter(blocks), "-") if len(blocks) < 2 else f"{len(blocks)} blocks"
 
 
-def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
+def warn_of_lost_blocks(before: Report, after: Report) -> None:
     """Warn of layers that are still trained and have lost their block.
 
     A layer that was frozen or removed has none by the user's wish. A layer whose weight became a
@@ -151,10 +151,9 @@ def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
             why = reasons[0] or "its parameters have other blocks"
             lost.append(f"{name} ({method} before): {why}")
     if lost:
-        warnings.warn(
-            "soframe: the model was changed, and layers that are still trained have lost their "
-            f"block: {'; '.join(lost)}. report() lists the block or the reason of each parameter",
-            stacklevel=stacklevel,
+        warn(
+            "the model was changed, and layers that are still trained have lost their "
+            f"block: {'; '.join(lost)}. report() lists the block or the reason of each parameter"
         )
 
 

@@ -79,9 +79,7 @@ class LossScale:
             self._version = version
         return _checked("the scale of grad_scaler", self._scale)
 
-    def check(
-        self, optimizer: torch.optim.Optimizer | None, *, half: bool = False, probed: bool = False
-    ) -> None:
+    def check(self, optimizer: torch.optim.Optimizer | None, *, half: bool, probed: bool) -> None:
         """Check before a step that gradients are no longer scaled."""
         # `half`: layers with float32 parameters had float16 gradients; `probed`: statistics are of
         # probes, which are not scaled, and have no `reader`.

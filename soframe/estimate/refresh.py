@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block, PlacedBlocks
+from soframe.checks.warning import warn
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
 from soframe.schedules import (
@@ -85,15 +85,13 @@ class Refresh:
         self.coming = statistics_every
         self.owed = max(0, self.owed - 1)
 
-    def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
+    def warn_of_settings(self, blocks: Sequence[Block]) -> None:
         """Warn of mismatched intervals before the first step, if they are numbers."""
         if not any(map(callable, (self.statistics_every.value, self.solve_every.value))):
             every = self.solve_every.at(0)
-            self._warn_of_intervals(blocks, every, stacklevel=stacklevel + 1)
+            self._warn_of_intervals(blocks, every)
 
-    def _warn_of_intervals(
-        self, blocks: Sequence[Block], solve_every: int, stacklevel: int
-    ) -> None:
+    def _warn_of_intervals(self, blocks: Sequence[Block], solve_every: int) -> None:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
         # Only statistics of calls have an interval of their own.
@@ -102,7 +100,7 @@ class Refresh:
         if any(block.captured for block in blocks if block.tensors):
             self._warned_of.add(pair)
             if (conflict := mismatch(*pair)) is not None:
-                warnings.warn(f"soframe: {conflict}", stacklevel=stacklevel)
+                warn(conflict)
 
     def observed(self, placed: PlacedBlocks, step: int, late: Collection[str]) -> list[Block]:
         """Return the blocks that take statistics of calls in the window after ``step`` steps.
@@ -159,7 +157,7 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=8)
+            self._warn_of_intervals(placed.solvable, plan.solve_every)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
         turn_of: Mapping[Block, int] = {}

@@ -19,7 +19,6 @@ that do.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from soframe.blocks.block import Block, PlacedBlocks, Stack
 from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
 from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
+from soframe.checks.warning import warn
 from soframe.estimate.averages import Term, by_group, enter
 from soframe.estimate.window import Tally, Window
 from soframe.kernels.halves import widens
@@ -355,7 +355,7 @@ class Accumulator:
             return None
         return data
 
-    def require_counted(self, *, stacklevel: int) -> None:
+    def require_counted(self) -> None:
         """Check that samples could be counted (`Passes.require_counted`), and warn of a doubt."""
         passes, failure = self.window.passes, self.window.calls.failure
         if failure is not None:
@@ -363,7 +363,7 @@ class Accumulator:
         passes.require_counted()
         if not self._warned and (doubt := passes.doubt()) is not None:
             self._warned = True
-            warnings.warn(f"soframe: {doubt}", stacklevel=stacklevel + 1)
+            warn(doubt)
 
     def weights(self, of_model: tuple[int, int] = (0, 0)) -> list[float]:
         """Return the weights of this rank's sums, of all due blocks; ranks add them up.

@@ -12,7 +12,6 @@ Both assume ``Statistics(scaling="kaisa")``, under which factors and steps equal
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.checks.arguments import FACTOR_DTYPES
+from soframe.checks.warning import warn
 from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC
 from soframe.preconditioner import Preconditioner
@@ -96,14 +96,13 @@ def settings(**arguments: Any) -> dict[str, Any]:
     chosen = {**_DEFAULTS, **arguments}
     for name, why in _WITHOUT.items():
         if chosen[name] != _DEFAULTS[name]:
-            _warn(f"{name}={chosen[name]!r} has no counterpart and is left out: {why}", 3)
+            warn(f"{name}={chosen[name]!r} has no counterpart and is left out: {why}")
     method = _word("compute_method", chosen["compute_method"], _SOLVERS)
     divided = method == "EIGEN" and chosen["compute_eigenvalue_outer_product"]
     if divided and callable(chosen["damping"]):
-        _warn(
+        warn(
             "compute_eigenvalue_outer_product=True used the damping of the last solve; here it is "
-            "that of the step at which gradients are preconditioned, as with False",
-            stacklevel=3,
+            "that of the step at which gradients are preconditioned, as with False"
         )
     return {
         "method": "kfac",
@@ -119,11 +118,6 @@ def settings(**arguments: Any) -> dict[str, Any]:
         "grad_scaler": chosen["grad_scaler"],
         "statistics": Statistics(scaling="kaisa", dtype=_dtype(arguments)),
     }
-
-
-def _warn(text: str, stacklevel: int = 4) -> None:
-    """Warn at the caller of the public function."""
-    warnings.warn(f"soframe: {text}", stacklevel=stacklevel)
 
 
 def _word(name: str, value: object, known: Mapping[str, object]) -> str:
@@ -147,7 +141,7 @@ def _strategy(chosen: Mapping[str, Any]) -> Strategy:
     if fraction == 1:
         return CommOpt(colocate=together, cost=cost)
     if not together and fraction == 0:
-        _warn(
+        warn(
             "colocate_factors=False has no meaning where one rank preconditions a gradient "
             "(MEM_OPT): it owns all factors of the layer"
         )
@@ -169,7 +163,7 @@ def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
         dtype = torch.promote_types(dtype, asked)
     for name, asked in dtypes.items():
         if asked != dtype:
-            _warn(
+            warn(
                 f"{name}={asked} becomes {dtype}: factors and second-order data have one dtype, in "
                 f"which matrices are factorised"
             )
@@ -227,10 +221,9 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
     for theirs, name in _CONSTANTS.items():
         value = getattr(preconditioner, name)
         if theirs in state and state[theirs] != value:
-            _warn(
+            warn(
                 f"the checkpoint has {theirs}={state[theirs]!r} and the preconditioner "
-                f"{name}={value!r}, which stays: the constructor's settings hold",
-                stacklevel=3,
+                f"{name}={value!r}, which stays: the constructor's settings hold"
             )
 
 

@@ -167,7 +167,7 @@ class Pipeline(Stages):
             )
         unused = set(registration.unused).intersection(*unused_of_ranks)
         if unused:
-            warn_unused(sorted(unused), stacklevel=6)
+            warn_unused(sorted(unused))
 
     def own_part(self, saved: Any) -> Any:
         """Return this rank's part of a whole model's state; other states unchanged."""

@@ -212,7 +212,7 @@ class Fit:
                     f"{float(losses[number - first])}: mend the data or the model, or leave the "
                     f"batch out"
                 )
-        self._statistics.require_counted(stacklevel=6)
+        self._statistics.require_counted()
         magnitudes = self._statistics.window.magnitudes(self._capture.precision)
         if not all(bool(magnitude.isfinite()) for magnitude in magnitudes):
             raise ValueError(

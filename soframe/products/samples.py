@@ -8,7 +8,6 @@ the backward pass, so that the mean of the gradients is the gradient of the loss
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from soframe.blocks.block import Block, PlacedBlocks
 from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.outputs import heads_in, samples_in
 from soframe.capture.parameters import require_apart
+from soframe.checks.warning import warn
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.statistics import batch_first
@@ -295,11 +295,10 @@ def _warn_of_rest(gradients: SampleGradients, loss_gradient: Vector) -> None:
         if bool((products.mean() - square).abs() > 0.01 * (products.abs().mean() + square)):
             names.append(block.name)
     if names:
-        warnings.warn(
-            f"soframe: in {', '.join(names)} the gradient of the loss is not the mean of the "
+        warn(
+            f"in {', '.join(names)} the gradient of the loss is not the mean of the "
             f"samples' gradients, which lack what does not go through the layers' calls: a penalty "
-            f"on weights, a weight that is used without its module, or a derivative of a gradient",
-            stacklevel=4,
+            f"on weights, a weight that is used without its module, or a derivative of a gradient"
         )
 
 

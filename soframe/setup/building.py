@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.registration import Choices, Registration
 from soframe.capture.hooks import Capture
+from soframe.checks.warning import warn
 from soframe.comm.agreement import compare_ranks, say_failed
 from soframe.comm.base import Backend
 from soframe.comm.stages import Stages
@@ -255,10 +255,9 @@ def take_over(capture: Capture, modules: Sequence[nn.Module]) -> None:
         if module not in {helper.module for helper in older.names}:
             continue  # the older one no longer has this module
         older.close()
-        warnings.warn(
-            f"soframe: a new preconditioner of the same {type(module).__name__} replaces an older "
-            f"one, whose hooks are removed; close() the older one first to be rid of this warning",
-            stacklevel=7,
+        warn(
+            f"a new preconditioner of the same {type(module).__name__} replaces an older "
+            f"one, whose hooks are removed; close() the older one first to be rid of this warning"
         )
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from soframe.checks.warning import warn
 from soframe.comm.base import Backend
 from soframe.state import checksums
 from soframe.state.plain_metadata import within
@@ -178,7 +179,7 @@ def latest_on(ranks: Ranks, folder: str | os.PathLike[str]) -> Path | None:
             return root / name
         problems.append(problem)
         if ranks.rank == 0:
-            warnings.warn(f"soframe: {problem}; the checkpoint before it is taken", stacklevel=3)
+            warn(f"{problem}; the checkpoint before it is taken")
     if problems:
         raise ValueError(f"no checkpoint in {root} is whole: {'; '.join(problems)}")
     return None

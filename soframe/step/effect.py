@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
+from soframe.checks.warning import warn
 from soframe.curvature import Curvature
 from soframe.estimate.window import Window
 from soframe.layers.base import LayerHelper
@@ -123,10 +123,10 @@ class Effect:
                 taken.append(block)
         self._raise_if_idle(missed, taken, flags)
         if missed:
-            warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
+            warn(self._without_statistics(missed))
         # With a probe, statistics do not imply that the loss depends on a block.
         if taken and not self._capture.probing:
-            warnings.warn(f"soframe: {self._without_gradients(taken)}", stacklevel=8)
+            warn(self._without_gradients(taken))
 
     def _raise_if_idle(
         self, missed: Sequence[Block], taken: Sequence[Block], flags: Sequence[bool]

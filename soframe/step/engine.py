@@ -227,7 +227,7 @@ class Engine:
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             gradients.check()
-            curvature.statistics.require_counted(stacklevel=7)
+            curvature.statistics.require_counted()
             if parts.loss_scale.is_given or window.calls.half:
                 probed = curvature.capture.probing
                 parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)

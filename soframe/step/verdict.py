@@ -8,7 +8,6 @@ step later.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
+from soframe.checks.warning import warn
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.plan import UNDAMPED, Plan
@@ -241,11 +241,10 @@ class Verdict:
             self._in_a_row = 0
         # Only the ranks with such gradients warn: the cause is in their own data.
         if self._in_a_row == MANY and local:
-            warnings.warn(
-                f"soframe: rank {self._backend.rank} had gradients that are not finite in {MANY} "
+            warn(
+                f"rank {self._backend.rank} had gradients that are not finite in {MANY} "
                 f"steps in a row, whose updates were skipped on all ranks: look at the loss and "
-                f"the data of this rank; counters['skipped_updates'] counts them",
-                stacklevel=8,
+                f"the data of this rank; counters['skipped_updates'] counts them"
             )
 
     # -- the effect ---------------------------------------------------------------------------

@@ -15,7 +15,6 @@ model. So it has no learning rate to tune::
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from soframe.checks.warning import warn
 from soframe.damping.policies import DampingChoice
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
@@ -461,7 +461,7 @@ class TrustRegion(ClosureOptimizer):
 
     def _warn_once(self, text: str) -> None:
         if not self._warned:
-            warnings.warn(text, stacklevel=6)
+            warn(text)
         self._warned = True
 
     def _common(self) -> dict[str, object]:

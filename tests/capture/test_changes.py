@@ -132,8 +132,10 @@ def test_a_weight_that_is_computed_for_a_while(
         optimizer.zero_grad()
         backward(model, seed)
         lost = r"lost their block: 1 \(kfac / inverse before\): .*computed"
-        with pytest.warns(UserWarning, match=lost) if change is compute else nothing_is_said():
+        expected = pytest.warns(UserWarning, match=lost) if change is compute else nothing_is_said()
+        with expected as said:
             optimizer.step()
+        assert [warning.filename for warning in said or ()] == [__file__] * (change is compute)
         rows = [row for row in optimizer.report() if row.parameter.startswith("1.")]
         assert {row.parameter for row in rows} == {f"1.{n}" for n, _ in model[1].named_parameters()}
         methods += [row.method for row in rows]

@@ -104,12 +104,15 @@ class Scores:
     scores: Tensor
 
 
-def test_outputs_in_a_dataclass() -> None:
+@pytest.mark.parametrize("out", [2, 1])
+def test_outputs_in_a_dataclass(out: int) -> None:
+    """Rows of scores, or a score for each sample."""
+
     class Wrapped(Swapped):
         def forward(self, x: Tensor) -> Any:
-            return Scores(super().forward(x))
+            return Scores(super().forward(x).squeeze(1))
 
-    model, x = fill(Wrapped(3, 2)), randn(POSITIONS, SAMPLES, 3)
+    model, x = fill(Wrapped(3, out)), randn(POSITIONS, SAMPLES, 3)
     with closing(preconditioner(model)) as own:
         model(x).scores.square().sum().div(SAMPLES).backward()
         own.step()

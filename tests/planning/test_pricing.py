@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from soframe.methods import KFAC
 from soframe.methods.base import Call, Given
 from soframe.methods.returned import direction_of
 from soframe.planning.costs import Costs
-from soframe.planning.hardware import Hardware
+from soframe.planning.hardware import Curve, Hardware
 from soframe.planning.measure import OF_LINEAR
 from soframe.planning.planner import plan
 from soframe.planning.pricing import Paper, Priced, Pricing
@@ -47,6 +48,23 @@ def test_products_in_place_and_convolutions_have_theirs() -> None:
         convolved = paper.price(lambda: nn.functional.conv2d(images, weight))
     assert (added.flops, added.peak) == (2 * 8 * 30 * 8, 0)
     assert convolved.flops == 2 * (2 * 4 * 7 * 7) * (3 * 3 * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_each_operator_has_the_curve_of_its_kind_and_dtype(dtype: torch.dtype) -> None:
+    names = ("float32", "bfloat16", "float64")
+    keys = [f"{kind}:{name}" for kind in ("product", "convolution", "eigh") for name in names]
+    curves = {key: Curve(alpha=1.0 + number) for number, key in enumerate(keys)}
+    with Paper(replace(CPU, operators=curves)) as paper, torch.no_grad():
+        square, weight = paper.new((8, 8), dtype), paper.new((4, 3, 3, 3), dtype)
+        images = paper.new((2, 3, 9, 9), dtype)
+        seconds = {
+            "product": paper.price(lambda: square @ square).seconds,
+            "convolution": paper.price(lambda: nn.functional.conv2d(images, weight)).seconds,
+            "eigh": paper.price(lambda: torch.linalg.eigh(square)).seconds,
+        }
+    name = str(dtype).removeprefix("torch.")
+    assert seconds == {kind: curves[f"{kind}:{name}"].alpha for kind in seconds}
 
 
 def test_other_operators_take_the_memory_s_time() -> None:

@@ -705,6 +705,28 @@ def test_bags_have_gradients_of_samples(mode: str) -> None:
     torch.testing.assert_close(found.dot(vector), flat.sum(0))
 
 
+class Pooled(nn.Module):
+    """The mean over the positions of sequences, in either layout."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch, self.inner, self.head = batch, nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x).tanh().mean(1 - self.batch))
+
+
+@pytest.mark.parametrize("positions", [3, 7])
+def test_sequences_first_have_gradients_of_samples(positions: int) -> None:
+    """Where the outputs alone show which dimension is the batch."""
+    model = fill(Pooled(batch=0))
+    batch = randn(5, positions, 3), randn(5, 2, seed=1)
+    swapped = fill(Pooled(batch=1))
+    found = soframe.Curvature(swapped).gradients((batch[0].transpose(0, 1), batch[1]), loss)
+    wanted = Kind(model, lambda n: randn(n, positions, 3)).gradients(batch)
+    torch.testing.assert_close(found.dense(), wanted)
+
+
 def test_a_fit_during_training_adds_nothing_to_its_statistics() -> None:
     model, data = network(), batches(6, 5)
     options: dict[str, Any] = {"solver": "eigen", "layers": "all", "statistics_every": 1}

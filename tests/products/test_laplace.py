@@ -215,6 +215,9 @@ def test_the_best_noise_is_better_than_all_others(problem: Problem) -> None:
     noise, prior = laplace.noise, laplace.prior_precision
     assert noise is not None
     best = problem.evidence(prior, noise)
+    # The evidence grows until the noise, and falls from there on.
+    sides = [problem.evidence(prior, noise * factor) for factor in (1 - 1e-3, 1 + 1e-3)]
+    assert abs(sides[1] - sides[0]) < 1e-5
     for factor in torch.logspace(-1, 1, 9).tolist():
         for other in torch.logspace(-1, 1, 9).tolist():
             assert problem.evidence(prior * other, noise * factor) <= best + 1e-6
@@ -236,6 +239,16 @@ def test_probabilities_are_those_of_the_gaussian() -> None:
     normal = torch.distributions.MultivariateNormal(mean, root @ root.mT)
     averages = normal.sample((20000,)).softmax(-1).mean(0)
     torch.testing.assert_close(drawn, averages, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("variance", [0.0, -1e-14, 1e-14])
+def test_outputs_without_variance_are_certain(variance: float) -> None:
+    """Also where rounding makes it negative."""
+    mean = randn(3, 4, seed=1)
+    covariance = variance * torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
+    predictive = Predictive(mean, covariance)
+    for draws in (None, 1, 5):
+        torch.testing.assert_close(predictive.probabilities(draws), mean.softmax(1))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])

@@ -57,6 +57,13 @@ class Unknown(nn.Module):
         return x @ self.kernel + self.shift
 
 
+class Pooled(Unknown):
+    """Sequences ``[T, N, 3]``, whose batch is the first dimension of outputs ``[N, 2]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(0)
+
+
 def normed() -> nn.Module:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
 
@@ -462,6 +469,9 @@ def test_errors_have_a_remedy() -> None:
         for of_loss in (flat, nothing):
             with pytest.raises(ValueError, match=remedy):
                 call((x, y), of_loss)
+    pooled, first = soframe.Curvature(fill(Pooled()), auxiliary="diagonal"), x.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"outputs have 5 rows, and the batch 5 .* dimension 1"):
+        pooled.gradients((first, y.mean(1)), loss)
     mixing = nn.Sequential(kind.model, nn.BatchNorm1d(4)).double()
     with pytest.raises(ValueError, match=r"1 normalises with .* call model.eval\(\) before"):
         soframe.Curvature(mixing, auxiliary="diagonal").fit([(x, y)], loss)

@@ -40,8 +40,9 @@ def test_scores_of_a_long_stream_are_those_of_the_dense_inverse(name: str) -> No
     curvature = soframe.Curvature(kind.model, "ekfac").fit(data, loss)
     gradients, solved = dense(kind, curvature, data)
     stream = 20 * data
-    scores = soframe.influence.scores(curvature, data[:1], stream, loss, damping=DAMPING)
-    torch.testing.assert_close(scores, (solved[:1] @ gradients.T).repeat(1, 20))
+    for queries in (1, 3):  # batches of one each
+        scores = soframe.influence.scores(curvature, data[:queries], stream, loss, damping=DAMPING)
+        torch.testing.assert_close(scores, (solved[:queries] @ gradients.T).repeat(1, 20))
     own = soframe.influence.self_influence(curvature, data, loss, damping=DAMPING)
     torch.testing.assert_close(own, (solved * gradients).sum(1))
 

@@ -280,6 +280,15 @@ def test_rows_of_few_bits_are_told_apart(dtype: torch.dtype, tolerance: float) -
     close(result, expected(model, batch), tolerance)
 
 
+def test_rows_are_in_order_where_their_numbers_overflow() -> None:
+    """In half precision, in which zeros of an activation stay finite."""
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))).half()
+    inputs, targets = batch_of(6)
+    batch = inputs.half(), targets.half()
+    result = soframe.Curvature(model).gradients(batch, loss).dense()
+    close(result, expected(model, batch), 0.01)
+
+
 def test_predictions_of_experts_have_the_jacobians_of_autograd() -> None:
     for name in NAMES:
         kind = KINDS[name]()

@@ -24,10 +24,16 @@ def batch(step: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(6, 4, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def after(scales: list[float], dtype: torch.dtype, **options: Any) -> tuple[Any, list[Tensor]]:
+def after(
+    scales: list[float], dtype: torch.dtype, *, deep: bool = True, **options: Any
+) -> tuple[Any, list[Tensor]]:
     """Gradients after the last of some steps on losses of some scales."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3)).to(dtype)
+    if deep:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3))
+    else:
+        model = nn.Sequential(nn.Linear(4, 3, bias=False))  # a single block
+    model.to(dtype)
     own = soframe.Preconditioner(model, lr=0.1, **grouped({"statistics_every": 10, **options}))
 
     def loss(model: nn.Module, step: int) -> Tensor:
@@ -59,13 +65,15 @@ def test_a_spike_is_clipped_like_in_float64(clips: dict[str, Any], scale: float)
         torch.testing.assert_close(one.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.norm()))
 
 
+@pytest.mark.parametrize("deep", [True, False])
 @pytest.mark.parametrize("clips", [{"kl_clip": 1e-4}, {"kl_clip": None}], ids=str)
-def test_results_that_are_not_finite_cost_one_update(clips: dict[str, Any]) -> None:
+def test_results_that_are_not_finite_cost_one_update(clips: dict[str, Any], deep: bool) -> None:
     """The gradients are finite, and over the damping they are not."""
-    own, found = after([1.0, 1e37], torch.float32, damping=1e-8, **clips)
+    settings: dict[str, Any] = {"damping": 1e-8, "deep": deep, **clips}
+    own, found = after([1.0, 1e37], torch.float32, **settings)
     assert own.counters["skipped_updates"] == 1
     assert not any(bool(gradient.any()) for gradient in found)
-    own, found = after([1.0, 1e37, 1.0], torch.float32, damping=1e-8, **clips)
+    own, found = after([1.0, 1e37, 1.0], torch.float32, **settings)
     assert own.counters["skipped_updates"] == 1
     assert all(bool(g.isfinite().all()) and bool(g.any()) for g in found)
 

@@ -440,8 +440,9 @@ def test_a_trust_region_with_an_unused_head() -> None:
         model, "mse", weight_decay=0.1, burn_in=1, statistics_every=1, solve_every=1
     )
     for step in range(3):
-        with pytest.warns(match=f"{LOST}.*'head'") if step < 2 else nullcontext():
+        with pytest.warns(match=f"{LOST}.*'head'") if step < 2 else nullcontext() as warned:
             own.step(lambda step=step: F.mse_loss(model(batch(step)), batch(step)[:, :2]))
+        assert {warning.filename for warning in warned or ()} <= {__file__}
     assert unused(own.preconditioner) == {"head"}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.layers import BlockShape
+from soframe.methods import Call, Direction, Given, Method
+from soframe.specs import FactorSpec
 from soframe.testing import compare
 from tests import kit
 from tests.curvature import closing, fill, randn
@@ -94,6 +98,33 @@ def test_the_factors_of_what_is_left_stay(frozen: str) -> None:
         after = running(own, "2")
     assert torch.equal(after["G"], before["G"])
     assert torch.equal(after["A"], before["A"][:, columns, columns])
+
+
+@dataclass(frozen=True)
+class OfTwoInputs(Method):
+    """The moment of the first two inputs, with which it does nothing."""
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        return (FactorSpec("A", "right", shape.groups, 2),)
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        return {"A": call.input_moment()[:, :2, :2]}
+
+    def direct(self, given: Given) -> Direction:
+        return Direction(given.gradient)
+
+
+def test_a_factor_of_some_inputs_begins_anew() -> None:
+    """Of its rows none is known to be the bias's."""
+    model = network()
+    with closing(soframe.Preconditioner(model, OfTwoInputs(), kl_clip=None, **EVERY)) as own:
+        train(model, own, range(3))
+        CHANGES["bias"][0](model)
+        train(model, own, range(3, 5))
+        found = running(own, "2")
+    with closing(soframe.Preconditioner(model, OfTwoInputs(), kl_clip=None, **EVERY)) as twin:
+        train(model, twin, range(4, 5))
+        compare(found["A"], running(twin, "2")["A"], "A")
 
 
 def test_counters_move_with_a_block() -> None:

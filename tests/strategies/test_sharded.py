@@ -57,13 +57,28 @@ def test_the_largest_factors_are_solved_apart_from_where_they_precondition():
     assert (small.gradient_workers, small.owners) == ((1,), (1, 1))
 
 
-def test_statistics_with_a_decay_of_their_own_do_not_wait():
-    """An accumulator has the decay of the preconditioner."""
-    work, own = work_of((1, 8, 8), (1, 8, 8))
-    own = replace(own, factors=tuple(replace(factor, decay=0.5) for factor in own.factors))
-    first, second = complete(Sharded(deferred=True).place([work, own], 2)).blocks
-    assert first.deferred
-    assert not second.deferred
+@pytest.mark.parametrize(
+    ("change", "waits"),
+    [
+        ({}, True),
+        ({"decay": 0.5}, False),  # an accumulator has the decay of the preconditioner
+        ({"kind": "vector"}, False),
+        ({"kind": "diagonal"}, False),
+        ({"needs": ("A",)}, False),
+        ({"reads": "gradient"}, False),
+    ],
+    ids=str,
+)
+def test_sums_over_calls_alone_wait(change, waits):
+    (work,) = work_of((1, 8, 8))
+    changed = tuple(replace(factor, **change) for factor in work.factors)
+    for factors in (changed, (changed[0], work.factors[1]), (work.factors[0], changed[1])):
+        # A factor that no solver takes needs other places than those of the strategy.
+        own = replace(work, factors=factors, unsolved=("A",))
+        first, second = complete(Sharded(deferred=True).place([work, own], 2)).blocks
+        assert first.deferred
+        assert second.deferred == waits
+        assert not complete(Sharded().place([own], 2)).blocks[0].deferred
 
 
 def test_one_rank_does_everything_where_statistics_are_the_owners():

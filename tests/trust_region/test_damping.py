@@ -44,9 +44,35 @@ def test_levenberg_marquardt_follows_the_ratio(ratio: float, expected: float) ->
 @pytest.mark.parametrize(("ratio", "bound"), [(1.0, 0.5), (0.0, 3.0)])
 def test_levenberg_marquardt_stays_within_its_bounds(ratio: float, bound: float) -> None:
     own = policy(low=0.5, high=3.0)
+    assert not own.at_cap()
     for _ in range(3):
         own.observe(ratio)
     assert own.at(0) == bound
+    assert own.at_cap() == (bound == 3.0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "first", "begun"),
+    [
+        ({}, 3.0, {0.3: 0.3, 30.0: 30.0}),
+        ({"low": 5.0, "high": 8.0}, 5.0, {0.3: 5.0, 6.0: 6.0, 30.0: 8.0}),
+        ({"low": 0.5, "high": 2.0}, 2.0, {0.3: 0.5, 30.0: 2.0}),
+        ({"low": 7.0, "high": 7.0}, 7.0, {0.3: 7.0, 30.0: 7.0}),
+    ],
+    ids=str,
+)
+def test_a_search_begins_and_ends_within_the_bounds(
+    bounds: dict[str, float], first: float, begun: dict[float, float]
+) -> None:
+    own = LevenbergMarquardt(**bounds)
+    assert own.to_be_measured()
+    assert own.at(0) == first
+    for found, expected in begun.items():
+        own.begin(found)
+        assert own.at(0) == expected
+    own.restart()
+    assert own.at(0) == first
+    assert not policy().to_be_measured()
 
 
 def test_a_policy_goes_on_from_its_state() -> None:

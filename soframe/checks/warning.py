@@ -1,0 +1,23 @@
+"""Warnings at the line of the user."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+_LIBRARIES = {"contextlib", "functools", "soframe", "torch"}
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line outside of soframe, torch and what they call each other by."""
+    frame, level = sys._getframe(), 1
+    while _is_library(frame) and frame.f_back is not None:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(f"soframe: {text}", stacklevel=level)
+
+
+def _is_library(frame: FrameType) -> bool:
+    package, _, _ = str(frame.f_globals.get("__name__")).partition(".")
+    return package in _LIBRARIES
