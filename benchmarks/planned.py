@@ -267,7 +267,9 @@ def overall(rows: Rows) -> float:
 def main() -> int:
     parser = display.parser(__doc__)
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; by default all")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives and steps")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="of collectives and steps"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="of steps")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds, about, of a world")
     parser.add_argument("--json", action="store_true")

@@ -287,7 +287,8 @@ class Curvature(OfModel):
         self._known: Coordinates | None = None
         self._routing: Routing | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
-        self._covered = self.placed.trained()  # the blocks of products
+        # The blocks of products: a frozen layer has a block if it was trained before.
+        self._covered = self.placed if former is None else self.placed.trained()
         self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
         )

@@ -468,7 +468,7 @@ class PlacedBlocks:
 
     def __post_init__(self) -> None:
         self.rank = self.backend.rank  # this rank
-        self._places = dict(zip(self.blocks, self.placement.blocks, strict=True))
+        self._pairs = tuple(zip(self.blocks, self.placement.blocks, strict=True))
         stacks: list[Stack] = []
         for members in self.placement.stacks:
             blocks = [self.blocks[index] for index in members]
@@ -486,12 +486,13 @@ class PlacedBlocks:
         return self.backend.world_size > 1 or any(stack.like.shards for stack in self.stacks)
 
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
-        return zip(self.blocks, map(self._places.__getitem__, self.blocks), strict=True)
+        return iter(self._pairs)
 
     def trained(self) -> PlacedBlocks:
         """Return the blocks that are trained, within the stacks of all."""
         trained = copy(self)
-        trained.blocks = [block for block in self.blocks if not block.frozen]
+        trained._pairs = tuple([(block, place) for block, place in self if not block.frozen])
+        trained.blocks = [block for block, _ in trained._pairs]
         return trained
 
     def members(self, blocks: Sequence[Block]) -> dict[Stack, tuple[int, ...]]:

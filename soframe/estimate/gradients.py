@@ -71,11 +71,8 @@ class AveragedGradients:
         self._stacks = placed.stacks
         self._blocks = placed.blocks
         self._of_blocks: list[nn.Parameter] = []
-        optional: list[nn.Parameter] = []
         for block in placed.blocks:
             self._of_blocks += block.parameters.values()
-            if not block.remembers:
-                optional += block.parameters.values()
         self._shapes = list(map(_SHAPE, self._of_blocks))
         self._remembering = [block for block in placed.blocks if block.remembers]
         self.remembers = bool(self._remembering)  # whether updates depend on earlier gradients
@@ -83,9 +80,11 @@ class AveragedGradients:
         self._rest = [p for p in model.parameters() if p not in covered]
         self._parameters = self._of_blocks + self._rest
         # The parameters whose gradients some ranks may lack: ranks agree on them before `collect`.
-        self.flagged: Sequence[nn.Parameter] = ()
+        self.flagged: list[nn.Parameter] = []
         if self.backend.world_size > 1:
-            self.flagged = optional
+            for block in placed.blocks:
+                if not block.remembers:
+                    self.flagged += block.parameters.values()
 
     def check(self) -> None:
         """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
