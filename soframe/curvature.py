@@ -288,7 +288,9 @@ class Curvature(OfModel):
         self._routing: Routing | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
         # The blocks of products: a frozen layer has a block if it was trained before.
-        self._covered = self.placed if former is None else self.placed.trained()
+        self._covered = self.placed
+        if former is not None:
+            self._covered = self.placed.trained()
         self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
         )

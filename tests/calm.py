@@ -60,7 +60,7 @@ BOUNDS: dict[str, dict[str, float]] = {
     "soframe": {
         "comprehensions": 34.5,
         "nested": 0.0,
-        "conditional": 12.2,
+        "conditional": 12.3,
         "booleans": 31.7,
         "starred": 7.6,
         "pronouns": 0.2,

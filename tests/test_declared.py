@@ -34,7 +34,8 @@ def public_objects() -> list[Any]:
             is_own = getattr(value, "__module__", "") == name and not key.startswith("_")
             if key in getattr(listed, "__all__", ()) or is_own:
                 found.append(value)
-    return [part for part in found if getattr(part, "__module__", "").startswith("soframe.")]
+    parts = filter(callable, found)  # without type variables and constants
+    return [part for part in parts if getattr(part, "__module__", "").startswith("soframe.")]
 
 
 def functions_of(part: Any) -> dict[str, Any]:

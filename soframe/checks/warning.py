@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from traceback import walk_stack
 from types import FrameType
 
 _LIBRARIES = {"contextlib", "functools", "soframe", "torch"}
@@ -11,9 +12,10 @@ _LIBRARIES = {"contextlib", "functools", "soframe", "torch"}
 
 def warn(text: str) -> None:
     """Warn at the innermost line outside of soframe, torch and what they call each other by."""
-    frame, level = sys._getframe(), 1
-    while _is_library(frame) and frame.f_back is not None:
-        frame = frame.f_back
+    level = 1
+    for frame, _ in walk_stack(sys._getframe()):
+        if not _is_library(frame):
+            break
         level += 1
     warnings.warn(f"soframe: {text}", stacklevel=level)
 

@@ -14,7 +14,7 @@ gradient, and the parts are sent to the gradient workers alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -242,20 +242,24 @@ class LocalGradients(AveragedGradients):
             for block in blocks:
                 parameters += block.parameters.values()
         averaged = _gathered(solved)
-        addends: list[_Addend] = []
-        for stack, matrix in averaged.items():
-            workers = stack.place.gradient_workers
-            addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
-        for gradient in self._home.of(parameters):
-            addends.append(_Addend(None, gradient))
         if self.backend.world_size > 1:
-            with self.backend.phases("average"):
-                _average(self.backend, addends)
+            self._reduce(averaged, parameters)
         matrices = _gathered(unsolved)
         for stack, matrix in averaged.items():
             if self.backend.rank in stack.place.gradient_workers:
                 matrices[stack] = matrix
         return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
+
+    def _reduce(self, matrices: Mapping[Stack, Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        """Average matrices for their gradient workers, and gradients of parameters, in place."""
+        addends: list[_Addend] = []
+        for stack, matrix in matrices.items():
+            workers = stack.place.gradient_workers
+            addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
+        for gradient in self._home.of(parameters):
+            addends.append(_Addend(None, gradient))
+        with self.backend.phases("average"):
+            _average(self.backend, addends)
 
 
 def _average(backend: Backend, addends: Sequence[_Addend]) -> None:

@@ -68,7 +68,7 @@ class Pricing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
+        kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         if name in ("is_nonzero", "equal"):
             return True

@@ -160,7 +160,9 @@ def _unlike_entries(values: Any) -> str | None:
         return str(values.dtype)
     if values.layout != torch.strided:
         return str(values.layout)
-    return "meta" if values.is_meta else None
+    if values.is_meta:
+        return "meta"
+    return None
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
