@@ -81,8 +81,8 @@ class Curvature(OfModel):
     a tensor ``[..., *shape]``; leading dimensions are several vectors.
 
     `Preconditioner.curvature` is the curvature of training, at its last step. Layers that were
-    frozen in that step keep their blocks, and have no part in products. If the solver does not
-    decompose factors, as ``"inverse"``, their present averages are decomposed.
+    frozen in that step, unless all were, keep their blocks and have no part in products. If the
+    solver does not decompose factors, as ``"inverse"``, their present averages are decomposed.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.

@@ -489,9 +489,11 @@ class PlacedBlocks:
         return iter(self._pairs)
 
     def trained(self) -> PlacedBlocks:
-        """Return the blocks that are trained, within the stacks of all."""
+        """Return the blocks that are trained, within the stacks of all; all if none is."""
         trained = copy(self)
-        trained._pairs = tuple([(block, place) for block, place in self if not block.frozen])
+        pairs = tuple([(block, place) for block, place in self if not block.frozen])
+        if pairs:
+            trained._pairs = pairs
         trained.blocks = [block for block, _ in trained._pairs]
         return trained
 

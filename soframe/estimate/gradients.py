@@ -146,10 +146,7 @@ class AveragedGradients:
         return self.now() if read is None else read
 
     def fill(self, present: Sequence[float]) -> None:
-        """Store zeros for gradients that other ranks alone have: all have the same blocks then.
-
-        For ``present`` see `collect`.
-        """
+        """Store zeros for gradients that other ranks alone have, by the sums of `present`."""
         for parameter, ranks in zip(self.flagged, present, strict=True):
             if ranks == 0:
                 continue

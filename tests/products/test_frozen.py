@@ -63,6 +63,8 @@ def test_a_layer_that_is_frozen_after_the_last_step_is_covered_still() -> None:
     model.requires_grad_(False)
     vector = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     assert (preconditioner.curvature @ vector).keys() == vector.keys()
+    preconditioner.step()  # and in a step that trains none
+    assert (preconditioner.curvature @ vector).keys() == vector.keys()
 
 
 def test_a_thawed_layer_is_covered_again() -> None:
