@@ -199,7 +199,8 @@ def candidates(model: nn.Module, data: Data, queries: Data) -> dict[str, dict[fl
     """Return scores ``[queries, samples]`` by method or library and damping."""
     scores: dict[str, dict[float, Tensor]] = {}
     for method in METHODS:
-        curvature = soframe.Curvature(model, method).fit(batches_of(data), loss_of)
+        curvature = soframe.Curvature(copy.deepcopy(model), method)
+        curvature.fit(batches_of(data), loss_of)
         mean = curvature.trace() / len(curvature.eigenvalues())
         scores[method] = {
             damping: soframe.influence.scores(
