@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, WithoutFactors
+from soframe.methods.chain import Chain
 from soframe.methods.graft import at_length
-from soframe.methods.momentum import require_beta
-from soframe.methods.orthogonal import Muon
+from soframe.methods.momentum import Momentum, require_beta
+from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
 from soframe.registry import register
 from soframe.specs import TensorSpec
 
@@ -57,17 +57,32 @@ class NormaliseRows(WithoutFactors):
 
 @register("method", "normuon")
 @dataclass(frozen=True, init=False)
-class NorMuon(Muon):
-    """Muon with normalised rows (Li et al., 2025).
+class NorMuon(Chain):
+    """Momentum, orthogonalised, with normalised rows, scaled by the shape (Li et al., 2025).
 
     Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them.
 
     Args:
         momentum: The decay of `Momentum`.
+        nesterov: Whether the momentum is Nesterov's.
         row_beta: The decay of `NormaliseRows`.
-        **settings: As for `Muon`; the paper's scale is ``"rms"``.
+        scale: The scale of `MatchRMS`; the paper's is ``"rms"``.
+        steps: The Newton-Schulz iterations of `Orthogonalise`.
+        coefficients: The coefficients of the iterations, see `Orthogonalise`.
+        dtype: The dtype of the iterations, see `Orthogonalise`.
     """
 
-    def __init__(self, momentum: float = 0.95, *, row_beta: float = 0.95, **settings: Any) -> None:
-        super().__init__(momentum, **settings)
-        self._insert(-1, NormaliseRows(row_beta))
+    def __init__(
+        self,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        row_beta: float = 0.95,
+        scale: RMS = "spectral",
+        steps: int = 5,
+        coefficients: Coefficients = "muon",
+        dtype: str | None = None,
+    ) -> None:
+        orthogonalise = Orthogonalise(steps, coefficients, dtype)
+        rows = NormaliseRows(row_beta)
+        super().__init__((Momentum(momentum, nesterov), orthogonalise, rows, MatchRMS(scale)))

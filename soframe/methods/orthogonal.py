@@ -277,12 +277,6 @@ class Muon(Chain):
         orthogonalise = Orthogonalise(steps, coefficients, dtype)
         super().__init__((Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale)))
 
-    def _insert(self, place: int, stage: Method) -> None:
-        """Add a stage before the one at some place."""
-        stages = list(self.stages)
-        stages.insert(place, stage)
-        Chain.__init__(self, tuple(stages))
-
 
 @register("method", "newton-muon")
 @dataclass(frozen=True, init=False)
@@ -304,7 +298,7 @@ class NewtonMuon(Muon):
         self, momentum: float = 0.95, *, max_size: int = MAX_SIZE, **settings: Any
     ) -> None:
         super().__init__(momentum, **settings)
-        self._insert(0, self._curvature(max_size))
+        Chain.__init__(self, (self._curvature(max_size), *self.stages))
 
 
 @register("method", "kfac-muon")

@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,9 +33,10 @@ from torch import Tensor
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, Method
-from soframe.methods.momentum import require_beta, second_moment
+from soframe.methods.chain import Chain
+from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
-from soframe.methods.orthogonal import Muon
+from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
 from soframe.methods.shampoo import gradient_factors, gradient_moments, swapped
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -185,7 +186,7 @@ def factor_names(method: SOAP, shape: torch.Size) -> tuple[str, ...]:
 
 @register("method", "soap-muon")
 @dataclass(frozen=True, init=False)
-class SOAPMuon(Muon):
+class SOAPMuon(Chain):
     """SOAP applied to the Nesterov momentum, orthogonalised, scaled by the shape.
 
     Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them. The defaults
@@ -200,8 +201,10 @@ class SOAPMuon(Muon):
         max_size: The longest side that has a factor, see `SOAP`.
         max_ratio: The largest ratio of sides for a factor of the longer one, see `SOAP`.
         carry: How v is transferred to a new basis, see `SOAP`.
+        scale: The scale of `MatchRMS`.
         steps: The Newton-Schulz iterations of `Orthogonalise`.
-        **settings: As for `Muon`.
+        coefficients: The coefficients of the iterations, see `Orthogonalise`.
+        dtype: The dtype of the iterations, see `Orthogonalise`.
     """
 
     def __init__(
@@ -214,10 +217,11 @@ class SOAPMuon(Muon):
         max_size: int = 10_000,
         max_ratio: float = 2.0,
         carry: Carry = "permute",
+        scale: RMS = "spectral",
         steps: int = 3,
-        **settings: Any,
+        coefficients: Coefficients = "muon",
+        dtype: str | None = None,
     ) -> None:
-        super().__init__(momentum, steps=steps, **settings)
         soap = SOAP(
             betas=(0.0, square_beta),
             eps=eps,
@@ -227,7 +231,15 @@ class SOAPMuon(Muon):
             max_ratio=max_ratio,
             carry=carry,
         )
-        self._insert(1, soap)
+        stages: list[Method] = [Momentum(momentum, nesterov=True), soap]
+        stages.append(Orthogonalise(steps, coefficients, dtype))
+        stages += self._between()
+        stages.append(MatchRMS(scale))
+        super().__init__(tuple(stages))
+
+    def _between(self) -> tuple[Method, ...]:
+        """Return the stages between `Orthogonalise` and `MatchRMS`."""
+        return ()
 
 
 @register("method", "soap-normuon")
@@ -235,9 +247,8 @@ class SOAPMuon(Muon):
 class SOAPNorMuon(SOAPMuon):
     """`SOAPMuon` with normalised rows (`NormaliseRows`); arguments as for `SOAPMuon`."""
 
-    def __init__(self, momentum: float = 0.85, **settings: Any) -> None:
-        super().__init__(momentum, **settings)
-        self._insert(-1, NormaliseRows())
+    def _between(self) -> tuple[Method, ...]:
+        return (NormaliseRows(),)
 
 
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
