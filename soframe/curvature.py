@@ -636,8 +636,8 @@ class Curvature(OfModel):
             )
         if any(saved.get("batches", ())) and saved["places"] != self._places:
             raise ValueError(
-                f"the curvature is from an unfinished fit under {saved['places']}, and here are "
-                f"{self._places}: resume it with the same"
+                f"the curvature is from an unfinished fit on {len(saved['batches'])} rank(s) under "
+                f"{saved['places']}, and here are {self._places}: resume it with the same"
             )
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:

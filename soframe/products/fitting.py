@@ -187,6 +187,8 @@ class Fit:
         numbers, weights = sums[1:end], sums[end:]
         with torch.no_grad():
             self._statistics.fold(weights, None, step=0)
+            for stack in self._placed.stacks:
+                stack.arrive()
         counted = [old + int(new) for old, new in zip(progress.batches, numbers, strict=True)]
         self.progress = replace(progress, batches=counted)
         return every in numbers
