@@ -19,6 +19,7 @@ that do.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -412,7 +413,8 @@ class Accumulator:
     def fold(self, weights: Sequence[float], decay: float | None, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors.
 
-        Without a decay the factors become plain means over data.
+        Without a decay the factors become plain means over data, and the weights are sums since
+        the beginning of the data.
         """
         window = self.window
         window.forget_inputs()
@@ -423,6 +425,8 @@ class Accumulator:
                 total = weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
                 if total is not None:
+                    if decay is None:
+                        total = self._new(block, total)
                     used[block] = total
                 counts, contribution = window.tallies[block].counts, window.contributions[block]
                 self.folded[block] = Folded(step, counts, contribution, total)
@@ -439,6 +443,20 @@ class Accumulator:
             torch._foreach_mul_(sums, multipliers)
         enter(self._placed, terms, decay, identity=self._scale.scaling == "kaisa")
         window.sums.clear()  # before anything is solved, for its memory
+
+    def _new(self, block: Block, total: Weights) -> Weights:
+        """Return the weights of the data that the gathered factors lack."""
+        factors, groups = list(total.factors), list(total.groups)
+        for position, factor in enumerate(block.captured):
+            counted = block.record.masses.get(factor.name)
+            if counted is None or factor.name not in self.window.tallies[block].gathered:
+                continue
+            old = [mass * self._scale.copies for mass in counted]
+            if factor.mean_over == "group rows":
+                groups = list(map(operator.sub, total.groups, old))
+            else:
+                factors[position] -= old[0]
+        return Weights(factors, total.inputs, groups)
 
     def _term(
         self,
@@ -462,7 +480,9 @@ class Accumulator:
                 reached.append([rows / self._scale.copies for rows in weights.groups])
             else:
                 divisor = weights.factors[position]
-                multipliers += itertools.repeat(multiplier / divisor, factor.groups)
+                if divisor > 0:  # else nothing is new
+                    multiplier /= divisor
+                multipliers += itertools.repeat(multiplier, factor.groups)
                 reached.append([divisor / self._scale.copies])
         sums = self.window.sums_of(stack)
         sums.multiply()

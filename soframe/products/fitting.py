@@ -46,6 +46,9 @@ class Progress:
 
     batches: Sequence[int]  # of each rank that are in the factors
     gathering: Gathering = field(default_factory=dict)  # the factors of the pass
+    # The sums of `Accumulator.weights` over its windows: samples of a window without a call of some
+    # layer are zeros in that layer's means.
+    weights: Sequence[float] = field(default_factory=list)
 
 
 class Fit:
@@ -95,6 +98,7 @@ class Fit:
         self.is_of_data = saved is not None
         if saved is not None:
             self.progress.gathering = saved["gathering"]
+            self.progress.weights = saved["weights"]
             if any(saved["batches"]):  # else it is of any number of ranks
                 self.progress.batches = saved["batches"]
 
@@ -185,12 +189,14 @@ class Fit:
         require_no_failure(backend, error, sums[0])
         end = 1 + len(numbers)
         numbers, weights = sums[1:end], sums[end:]
+        if progress.weights:
+            weights = [new + old for new, old in zip(weights, progress.weights, strict=True)]
         with torch.no_grad():
             self._statistics.fold(weights, None, step=0)
             for stack in self._placed.stacks:
                 stack.arrive()
         counted = [old + int(new) for old, new in zip(progress.batches, numbers, strict=True)]
-        self.progress = replace(progress, batches=counted)
+        self.progress = replace(progress, batches=counted, weights=weights)
         return every in numbers
 
     def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.kernels import devices, halves
-from soframe.step import magnitude
+from soframe.step import verdict
 from soframe.testing import compare
 from tests import kit
 from tests.distributed.harness import run_ranks
@@ -49,7 +49,7 @@ def results(
     rank: int, ranks: int, gpu: bool, strategy: str, steps: range, state: Any
 ) -> tuple[dict[str, Tensor], Any, int]:
     """Return how weights have moved, and factors; the state; the number of products of halves."""
-    for module in (devices, magnitude):
+    for module in (devices, verdict):
         module.on_gpu = lambda _: gpu  # type: ignore[attr-defined]
     multiplied, add_inner = [], halves.add_inner
     halves.add_inner = lambda *own: multiplied.append(own[1].dtype) or add_inner(*own)  # type: ignore[func-returns-value]

@@ -403,6 +403,39 @@ def test_windows_of_any_length_give_the_same_means(name: str) -> None:
     close(windows, whole)
 
 
+class Deeper(nn.Module):
+    """Has one layer more for larger batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if len(x) > 3:
+            hidden = self.more(hidden).tanh()
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 4, 2), (3, 5, 2, 4)])
+@pytest.mark.parametrize("method", ["ekfac", "diagonal"])
+def test_samples_that_do_not_reach_a_layer_count_in_windows_too(
+    method: str, sizes: tuple[int, ...]
+) -> None:
+    model, data = fill(Deeper()), batches(*sizes)
+    whole = soframe.Curvature(model, method).fit(data, cross_entropy)
+    trace = 0.0  # of the layer's block, the mean over all samples
+    for batch in data:
+        gradients = whole.gradients(batch, cross_entropy).dense()
+        for name in ("more.weight", "more.bias"):
+            trace += float(gradients[name].square().sum()) / sum(sizes)
+    for every in (1, 3):
+        windows = soframe.Curvature(model, method).fit(data, cross_entropy, every=every)
+        close(windows, whole)
+        if method == "diagonal":
+            assert windows.trace("more") == pytest.approx(trace, rel=1e-5)
+
+
 def test_a_second_fit_begins_anew() -> None:
     model, data = network(), batches(5, 5, 2)
     curvature = soframe.Curvature(model, "ekfac")
