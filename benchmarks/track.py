@@ -3,6 +3,7 @@
     python -m benchmarks.track               # train, rank, and correlate the two orders
     python -m benchmarks.track --figures experiments/tuned/learning-rates/small-gpt.json
     python -m benchmarks.track --steps 300 --decay 0 --seeds 0,1,2   # another protocol
+    python -m benchmarks.track --gallery     # with the gallery's other methods, an hour more
 
 The public track (modded-nanogpt, "optimization") counts the steps of a GPT-2 on FineWeb to a
 held-out loss of 3.28; an entry may choose method, settings and initial weights. Here a `SmallGPT`
@@ -13,7 +14,8 @@ part of a run and fall along a line to zero. Entries with "H" keep the norms of 
 
 Each method is tuned alike: three rates, `RATIO` apart, on a seed of its own, and further ones while
 the best is at an end. The best rate then trains on the seeds of the report. `HELD_OUT` were chosen
-before any run, as a check on a protocol that was chosen on the others.
+before any run, as a check on a protocol that was chosen on the others. Methods of the gallery that
+the public track lacks have a place here alone, and no part in the correlations.
 
 Losses are kept in `--tuned`, runs in `--runs`: an interrupted benchmark goes on where it was.
 """
@@ -59,8 +61,8 @@ class Entry:
     Attributes:
         optimizer: See `RunConfig`.
         lr: The middle one of the first learning rates.
-        public: Its name on the track, and the number of the entry.
-        steps: Its number of steps there (autumn 2026).
+        public: Its name on the track, and the number of the entry; empty if it has none.
+        steps: Its number of steps there (autumn 2026); 0 if it has none.
         method: Arguments of the method.
         solve_every: Steps between bases, roots or inverses.
         kept: Whether the norms of matrices are kept.
@@ -68,8 +70,8 @@ class Entry:
 
     optimizer: str
     lr: float
-    public: str
-    steps: int
+    public: str = ""
+    steps: int = 0
     method: Mapping[str, Any] = field(default_factory=dict)
     solve_every: int = 1
     kept: bool = False
@@ -133,6 +135,17 @@ ENTRIES: Mapping[str, Entry] = {
     ),
 }
 HELD_OUT = ("pmuon", "psgd-h", "adam-h")
+# Rates to begin with, by the length of a method's updates.
+_RATES = {
+    **dict.fromkeys(("adafisher", "sophia-g"), 0.003),
+    **dict.fromkeys(("caspr", "conda", "cosmos", "sinkgd", "swan"), 0.01),
+    **dict.fromkeys(("adamuon", "jorge", "mars-muon", "mkor", "muon-eq", "racs"), 0.03),
+    **dict.fromkeys(("dion", "mousse", "muon-vs"), 0.068),
+    **dict.fromkeys(("ikfac", "polargrad"), 0.1),
+    "splus": 0.3,
+}
+GALLERY: Mapping[str, Entry] = {name: Entry(f"soframe:{name}", lr) for name, lr in _RATES.items()}
+METHODS: Mapping[str, Entry] = {**ENTRIES, **GALLERY}
 
 
 def configuration(name: str, lr: float, seed: int, protocol: Protocol = USUAL) -> RunConfig:
@@ -144,7 +157,7 @@ def configuration(name: str, lr: float, seed: int, protocol: Protocol = USUAL) -
         seed: Of weights and order.
         protocol: Of the run.
     """
-    entry = ENTRIES[name]
+    entry = METHODS[name]
     options: dict[str, Any] = {"auxiliary_lr": AUXILIARY_LR, "statistics_every": 1}
     options["solve_every"] = entry.solve_every
     weight_decay = 0.0
@@ -184,7 +197,7 @@ def rounded(lr: float) -> float:
 
 def untried(name: str, tried: Mapping[str, float | None]) -> list[float]:
     """Return the rates to try next: the first three, then one beyond the best at an end."""
-    middle = ENTRIES[name].lr
+    middle = METHODS[name].lr
     first = [rounded(middle * RATIO**power) for power in (-1, 0, 1)]
     if missing := [lr for lr in first if f"{lr:g}" not in tried]:
         return missing
@@ -231,7 +244,8 @@ def report(
 
     Returns:
         The agreement of the two orders without `HELD_OUT` and with them, the `pairs` of these and
-        of all, and for each method its rate, losses and places; methods of one number share one.
+        of all, and for each method its rate, losses and places; methods of one number share one,
+        and a method without a number has no public place.
 
     Raises:
         ValueError: If a method was not trained.
@@ -247,13 +261,15 @@ def report(
         means = [math.inf if loss is None else loss for loss in finals]
         rows[name] = {"lr": lrs[name], "losses": finals, "loss": statistics.mean(means)}
     here = {name: row["loss"] for name, row in rows.items()}
-    there = {name: float(ENTRIES[name].steps) for name in rows}
+    there = {name: float(METHODS[name].steps) for name in rows if METHODS[name].steps}
     for name, row in rows.items():
         row["place"] = 1 + sum(loss < here[name] for loss in here.values())
-        row["public_place"] = 1 + sum(steps < there[name] for steps in there.values())
-    judged = [name for name in names if name not in HELD_OUT]
+        row["public_place"] = None
+        if name in there:
+            row["public_place"] = 1 + sum(steps < there[name] for steps in there.values())
+    judged = [name for name in there if name not in HELD_OUT]
     agreements = []
-    for part in (judged, names):
+    for part in (judged, list(there)):
         scores = [[order[name] for name in part] for order in (here, there)]
         agreements.append(asdict(Agreement.of(*scores)) if len(part) > 2 else None)
     return {
@@ -261,7 +277,7 @@ def report(
         "agreement": agreements[0],
         "agreement_of_all": agreements[1],
         "pairs": pairs(here, there, HELD_OUT),
-        "pairs_of_all": pairs(here, there, names),
+        "pairs_of_all": pairs(here, there, there),
         "rows": rows,
     }
 
@@ -274,7 +290,7 @@ def pairs(
     Pairs whose public steps differ by less than `APART` are left out.
     """
     alike = count = 0
-    for first, second in itertools.combinations(here, 2):
+    for first, second in itertools.combinations(there, 2):
         is_apart = abs(there[first] / there[second] - 1) >= APART
         if is_apart and (first in of or second in of):
             count += 1
@@ -389,7 +405,7 @@ def table(found: Mapping[str, Any]) -> Table:
     columns += ["public entry", "place", "steps"]
     cells = []
     for name, row in sorted(found["rows"].items(), key=lambda item: item[1]["place"]):
-        entry = ENTRIES[name]
+        entry = METHODS[name]
         losses = ["diverged" if loss is None else f"{loss:.3f}" for loss in row["losses"]]
         cells.append(
             [
@@ -399,8 +415,8 @@ def table(found: Mapping[str, Any]) -> Table:
                 f"{row['loss']:.3f}",
                 ", ".join(losses),
                 entry.public,
-                str(row["public_place"]),
-                str(entry.steps),
+                str(row["public_place"] or ""),
+                str(entry.steps or ""),
             ]
         )
     return display.table("Small GPT, after as many steps", columns, cells, left=2)
@@ -408,6 +424,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 def main(
     only: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
+    gallery: Annotated[bool, typer.Option("--gallery", help="All of the gallery, too.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Of a run.")] = USUAL.steps,
     warmup: Annotated[float, typer.Option(help="Part of a run in which rates grow.")] = (
         USUAL.warmup
@@ -429,9 +446,11 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
     """Train the methods of the public track, and print both orders."""
-    names = [name.strip() for name in only.split(",")] if only else list(ENTRIES)
-    if unknown := [name for name in names if name not in ENTRIES]:
-        raise typer.BadParameter(f"no method {unknown[0]!r}; there are: {', '.join(ENTRIES)}")
+    names = list(METHODS if gallery else ENTRIES)
+    if only:
+        names = [name.strip() for name in only.split(",")]
+    if unknown := [name for name in names if name not in METHODS]:
+        raise typer.BadParameter(f"no method {unknown[0]!r}; there are: {', '.join(METHODS)}")
     numbers = [int(seed) for seed in seeds.split(",")]
     protocol, rates = Protocol(steps, warmup, batch_size, decay), TriedRates(figures or tuned)
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau, spearmanr
 
+import experiments.gallery
 import soframe
 from benchmarks import track
 from experiments.config import RunConfig
@@ -46,12 +47,12 @@ def test_a_small_gpt_reads_the_past_alone_and_starts_with_equal_logits() -> None
         assert weight.std().item() == pytest.approx(deviation, rel=0.02)
 
 
-@pytest.mark.parametrize("name", track.ENTRIES)
+@pytest.mark.parametrize("name", track.METHODS)
 def test_an_entry_trains_the_hidden_matrices_and_keeps_their_norms_if_it_says_so(name: str) -> None:
     config = track.configuration(name, 0.03, 3, track.Protocol(40, 0.25, 2))
     assert (config.steps, config.warmup, config.batch_size, config.seed) == (40, 0.25, 2, 3)
     rates = [config.lr * schedule_factor(config, step) for step in range(config.steps)]
-    decay = 0.0 if track.ENTRIES[name].kept else 2.0
+    decay = 0.0 if track.METHODS[name].kept else 2.0
     assert sum(rates) * config.weight_decay == pytest.approx(decay, rel=0.05)
     task = workload(config.workload).make(config.seed, torch.float32)
     optimizer = build_optimizer(task.model, config, task.likelihood, full_batch=False)
@@ -70,7 +71,7 @@ def test_an_entry_trains_the_hidden_matrices_and_keeps_their_norms_if_it_says_so
         optimizer.step()
     assert not torch.equal(matrix, before)
     is_kept = torch.isclose(matrix.norm(), before.norm(), rtol=1e-6)
-    assert bool(is_kept) == track.ENTRIES[name].kept
+    assert bool(is_kept) == track.METHODS[name].kept
     optimizer.close()
 
 
@@ -131,6 +132,32 @@ def test_held_out_methods_count_apart(tmp_path: Path) -> None:
     table = track.table(track.report(list(finals), [0], rates))
     assert list(table.columns[1].cells)[1] == "pmuon (held out)"
     assert list(table.columns[4].cells)[-1] == "diverged"
+
+
+def test_a_method_without_a_public_entry_has_a_place_here_alone(tmp_path: Path) -> None:
+    rates = TriedRates(tmp_path / "losses.json")
+    finals = {"soap-muon": 1.0, "swan": 1.5, "muon": 2.0, "adamw": 3.0}
+    for seed in (TUNING_SEED, 0):
+        rates.keep(track.USUAL.setting(seed), [(name, 0.1, loss) for name, loss in finals.items()])
+    found = track.report(list(finals), [0], rates)
+    assert {name: row["place"] for name, row in found["rows"].items()} == {
+        "soap-muon": 1,
+        "swan": 2,
+        "muon": 3,
+        "adamw": 4,
+    }
+    assert found["rows"]["swan"]["public_place"] is None
+    without = track.report([name for name in finals if name != "swan"], [0], rates)
+    assert found["agreement"] == without["agreement"]
+    assert found["pairs_of_all"] == without["pairs_of_all"]
+    assert "0" not in track.table(found).columns[-1].cells
+
+
+def test_the_gallery_is_raced() -> None:
+    # LoRA-Pro needs adapters.
+    assert set(experiments.gallery.METHODS) - {"lora-pro"} <= {
+        entry.optimizer.removeprefix("soframe:") for entry in track.METHODS.values()
+    }
 
 
 def test_the_stored_losses_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
