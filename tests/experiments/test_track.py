@@ -170,6 +170,19 @@ def test_the_stored_losses_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixt
     assert track.sentence_of_pairs(found) in page
 
 
+def test_the_gallery_s_page_has_the_stored_losses() -> None:
+    rates = TriedRates(track.STORED)
+    tuned = rates.scores(track.USUAL.setting(TUNING_SEED))
+    page = (ROOT / "docs" / "gallery.md").read_text("utf-8")
+    for name, row in track.report(list(track.METHODS), [0, 1], rates)["rows"].items():
+        shown = f"*{name}*" if name in track.ENTRIES else name
+        end = " (end)" if row["lr"] == max(map(float, tuned[name])) else ""
+        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+        assert (
+            f"| {row['place']} | {shown} | {row['lr']:g}{end} | {row['loss']:.3f} | {losses} |"
+        ) in page
+
+
 @given(scores=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=5))
 @settings(max_examples=8, deadline=None)
 def test_correlations_are_scipy_s_and_chance_counts_all_orders(
