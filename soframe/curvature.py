@@ -445,7 +445,7 @@ class Curvature(OfModel):
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Why vectors lack parameters, by name; one warning names those that are trained."""
+        """The parameters that vectors do not have, by name, and why."""
         return self._coordinates.left_out
 
     @property

@@ -45,7 +45,7 @@ BOUNDS: dict[str, int] = {
     "kfac: files": 44,
     "kfac: functions": 280,
     "kfac: depth": 11,
-    "kfac: calls": 793,
+    "kfac: calls": 792,
     "kfac: functions of step()": 190,
     "kfac: calls of step()": 544,
     "soap: files": 39,

@@ -65,14 +65,14 @@ def sample_gradients(
                 reached[parameter] = sharding.whole(gradient)
         return reached
 
-    rest = gradients_of(samples)
+    of_none = gradients_of(samples)  # what no sample's output reaches
     rows: dict[nn.Parameter, Tensor] = {}
-    for parameter, gradient in rest.items():
+    for parameter, gradient in of_none.items():
         rows[parameter] = gradient.new_zeros(samples, gradient.numel())
     for sample in range(passes):
         for parameter, gradient in gradients_of(sample).items():
             if sample < samples:
-                rows[parameter][sample] = (gradient - rest[parameter]).flatten()
+                rows[parameter][sample] = (gradient - of_none[parameter]).flatten()
     return rows
 
 

@@ -11,7 +11,7 @@ _LIBRARIES = {"contextlib", "functools", "soframe", "torch"}
 
 
 def warn(text: str) -> None:
-    """Warn at the innermost line outside of soframe, torch and what they call each other by."""
+    """Warn at the innermost line of the user, outside of soframe, torch and Python's wrappers."""
     level = 1
     for frame, _ in walk_stack(sys._getframe()):
         if not _is_library(frame):

@@ -240,7 +240,7 @@ class Window:
 
     def end_pass(self, reached: Iterable[LayerHelper]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        for block in {self.block_of[helper] for helper in reached}:
+        for block in dict.fromkeys(map(self.block_of.__getitem__, reached)):
             self.unended.discard(block)
             tally = self.tallies[block]
             # None if a framework has put the gradient elsewhere.

@@ -102,7 +102,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
     if divided and callable(chosen["damping"]):
         warn(
             "compute_eigenvalue_outer_product=True used the damping of the last solve; here it is "
-            "that of the step at which gradients are preconditioned, as with False"
+            "the damping of the step itself, as without that setting"
         )
     return {
         "method": "kfac",

@@ -68,7 +68,7 @@ class Fit:
         self._model, self._placed, self._capture = model, placed, capture
         self._fisher, self._statistics, self._solves = fisher, statistics, solves
         self._samples = samples
-        self.is_of_data = False  # else they are averages of training, or there are none
+        self.is_of_data = False  # whether the factors were fitted to data
         self._rest()
 
     def run(

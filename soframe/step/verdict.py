@@ -53,7 +53,7 @@ class Flags:
         self._reading = Reading(numbers)
 
     def read(self) -> tuple[float, float]:
-        """Return this rank's magnitude and the one of all ranks, infinite or NaN if one is."""
+        """Return the magnitude of this rank, and the largest of all ranks."""
         numbers = self._reading.numbers()
         return numbers[0], numbers[-1]
 

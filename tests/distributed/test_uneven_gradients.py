@@ -96,8 +96,11 @@ def train_all(rank: int, ranks: int) -> list[Tensor]:
     return [train(rank, ranks, case) for case in CASES]
 
 
+THOROUGH = [pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (3, 4)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [2, *THOROUGH])
 def test_ranks_take_the_same_steps(ranks: int) -> None:
     first, *others = run_ranks(train_all, ranks, timeout=120)
     for results in others:
