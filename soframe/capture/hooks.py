@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,12 @@ class LayerCall(NamedTuple):
     is_ragged: bool = False
 
 
-Sink = Callable[[LayerCall], None]
-"""Receives each complete call, while the backward pass runs."""
+class Sink(Protocol):
+    """Receives each complete call, while the backward pass runs."""
+
+    def add(self, call: LayerCall) -> None:
+        """Take a call."""
+
 
 Ended = Callable[[frozenset[LayerHelper]], None]
 """Receives the layers that a backward pass of the loss has reached, when it has ended."""
@@ -262,7 +266,9 @@ class Calls:
 class Capture:
     """The hooks on a model's layers."""
 
-    sink: Sink | None = None  # receives the complete calls
+    # Receives the complete calls. It has this capture: a strong reference would leave hooks to the
+    # garbage collector, which may run while a dropped curvature's model is copied.
+    sink: weakref.ref[Sink] | None = None
     ended: Ended | None = None  # receives the layers of each backward pass of the loss
     # The qualified name of each helper's module, for errors.
     names: dict[LayerHelper, str] = field(default_factory=dict)
@@ -316,7 +322,7 @@ class Capture:
 
         The arguments of ``roots``, the model or the stages of a pipeline, show the batch.
         """
-        self.sink, self.rereading, self.alike = sink, rereading, alike
+        self.sink, self.rereading, self.alike = weakref.ref(sink), rereading, alike
         _remove(self._handles)
         self._roots, self._after, self.is_global = {}, [], False
         self.names = dict(names)
@@ -550,11 +556,12 @@ class Capture:
         self, rows: Mapping[ParameterHelper, Tensor], number: int, probe: Probe
     ) -> None:
         """Pass on the rows of single parameters, as calls of layers without inputs."""
-        batch, sink = self.calls.batch, self.sink
+        assert self.sink is not None
+        batch, sink = self.calls.batch, self.sink()
         assert sink is not None
         with torch.no_grad(), within(self.precision):
             for helper, of_samples in rows.items():
-                sink(LayerCall(helper, (), of_samples, number, probe, batch, None))
+                sink.add(LayerCall(helper, (), of_samples, number, probe, batch, None))
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -814,8 +821,10 @@ class Capture:
                     helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
                 )
                 assert self.sink is not None
+                sink = self.sink()
+                assert sink is not None
                 with sharding.shaped(helper.module._parameters.values()):
-                    self.sink(complete)
+                    sink.add(complete)
         except Exception as error:  # of any kind: all ranks raise together
             error.add_note(f"soframe: in the statistics of {self.names.get(helper)!r}")
             self.raise_or_defer(error, helper)

@@ -117,7 +117,7 @@ class Accumulator:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         alike = _all_contribute(self._placed)
-        self._capture.listen(self.add, names, self._rereading, alike=alike, roots=roots)
+        self._capture.listen(self, names, self._rereading, alike=alike, roots=roots)
 
     def begin(
         self,

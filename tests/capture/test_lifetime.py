@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -238,7 +238,17 @@ def test_rebuilding_does_not_add_hooks() -> None:
     assert hooks(model) == 0
 
 
-def test_garbage_collection_removes_every_hook() -> None:
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Turn the garbage collector off meanwhile."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_dropped_preconditioner_takes_its_hooks_along() -> None:
+    """The garbage collector would remove them while something else walks through the model."""
     model = CASE.build()
     preconditioner = precondition(model)
     softplus(model(vectors(0))).backward()
@@ -246,13 +256,26 @@ def test_garbage_collection_removes_every_hook() -> None:
     late = softplus(model(vectors(0)))
     seen = weakref.ref(preconditioner), weakref.ref(preconditioner.blocks[0])
     del preconditioner
-    gc.collect()
     assert seen[0]() is None
     assert hooks(model) == 0
     late.backward()
     del late
     gc.collect()
     assert seen[1]() is None
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_dropped_curvature_takes_its_hooks_along() -> None:
+    model = CASE.build()
+    curvature = soframe.Curvature(model)
+    curvature.fit([vectors(0)], _mean_square)
+    del curvature
+    assert hooks(model) == 0
+
+
+def _mean_square(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = model(batch)
+    return outputs, outputs.square().mean()
 
 
 def test_model_is_not_kept_alive() -> None:
