@@ -48,7 +48,7 @@ HIDDEN = r"\.(q|k|v|out|widen|narrow)$"
 """The modules of hidden matrices."""
 AUXILIARY_LR = 0.008
 RATIO = 1.5
-MOST = 8
+MOST = 14
 """The largest number of rates that are tried."""
 APART = 0.05
 """Public entries whose steps differ by less are not compared by `pairs`."""
