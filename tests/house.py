@@ -43,9 +43,9 @@ FACADES = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every
 
 BOUNDS: dict[str, int] = {
     "kfac: files": 44,
-    "kfac: functions": 280,
+    "kfac: functions": 279,
     "kfac: depth": 11,
-    "kfac: calls": 792,
+    "kfac: calls": 784,
     "kfac: functions of step()": 190,
     "kfac: calls of step()": 544,
     "soap: files": 39,
@@ -58,7 +58,7 @@ BOUNDS: dict[str, int] = {
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 45999,
+    "lines": 45996,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,

@@ -14,8 +14,8 @@ from tests.calls import TURN, Step, calls, operators
 
 MOST = {
     "forward and backward": (16.0, 44),
-    "SGD, soframe 1/10": (29.0, 335),
-    "SGD, soframe 10/30": (24.5, 113),
+    "SGD, soframe 1/10": (29.0, 283),
+    "SGD, soframe 10/30": (24.5, 101),
     "trust region": (140.0, 575),
 }
 """Operators and calls per layer: a twentieth to a tenth more than they are."""

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import SavedTensor, _make_saved_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -85,29 +86,6 @@ Ended = Callable[[frozenset[LayerHelper]], None]
 """Receives the layers that a backward pass of the loss has reached, when it has ended."""
 
 
-class _Keep(torch.autograd.Function):
-    """Saves tensors as autograd does, in the node of its output.
-
-    The next nodes of that node are those that add up the gradients of the parameters.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameters: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[parameters:])
-        return torch.empty(0, device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise RuntimeError("never part of a loss")  # pragma: no cover
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return torch.empty(0, device="cpu")  # of inputs with tangents, in forward mode
-
-
-# `Function.apply` without its wrapper, which looks for transformations of torch.func: `_take_call`
-# has returned within one.
-_keep: Callable[..., Tensor] = super(torch.autograd.Function, _Keep).apply
 _compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -215,9 +193,8 @@ class Calls:
     """The records of the hooks in one window; the next begins empty."""
 
     batch: Batch = field(default_factory=Batch)  # the declaration of the forward passes under way
-    # The helpers whose modules were called with outputs to differentiate, with the version of a
-    # parameter then: an optimizer that steps changes it.
-    called: dict[LayerHelper, int] = field(default_factory=dict)
+    # The helpers whose modules were called with outputs to differentiate.
+    called: set[LayerHelper] = field(default_factory=set)
     # The helpers that the backward pass of the loss under way has reached.
     reached: set[LayerHelper] = field(default_factory=set)
     watched: list[_Watched] = field(default_factory=list)  # the ends of the next probe
@@ -230,15 +207,14 @@ class Calls:
     half: bool = False  # whether a layer with float32 parameters had a float16 gradient
     failure: Exception | None = None  # the error that the step raises on every rank
 
-    def enter(self, ended: Callable[[], None]) -> int:
-        """Return the number of the pass under way; the first caller opens it, ``ended`` closes."""
+    def enter(self, ended: Callable[[], None]) -> None:
+        """Open the pass under way, unless it is open; ``ended`` closes it."""
         if self.current is None:
             # Behind the callbacks of wrappers, which leave gradients: fully_shard's, DDP's.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(partial(queue, ended))
             self.current = self.count
             self.count += 1
-        return self.current
 
     def fail(self, error: Exception) -> None:
         """Keep the first error, perhaps of this rank alone, for the step, where ranks agree."""
@@ -608,11 +584,11 @@ class Capture:
     ) -> None:
         if self.sink is None:
             return
-        computing = self._tensors_of_call(helper)
-        if computing is None:
+        trained = self._tensors_of_call(helper)
+        if trained is None:
             return
         is_recomputed = self._begin_call()
-        if not computing:
+        if not trained:
             return
         inner = helper.observe(args, kwargs, output)
         is_reached = bool(inner)
@@ -626,8 +602,7 @@ class Capture:
             is_reached = output.requires_grad
         if not is_reached:
             return
-        self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
-        trained = list(computing.values())
+        self.calls.called.add(helper)
         if inner is None:
             self._watch(helper, trained, args, kwargs, output, is_recomputed)
             return
@@ -702,15 +677,15 @@ class Capture:
         )
         return True
 
-    def _tensors_of_call(self, helper: LayerHelper) -> dict[str, nn.Parameter] | None:
-        """Return the trained tensors with which a call computes, by the name of their parameter.
+    def _tensors_of_call(self, helper: LayerHelper) -> list[nn.Parameter] | None:
+        """Return the trained tensors with which a call computes.
 
         None if a tensor has nothing to do with its parameter, so that the call is not captured.
         Else it is the parameter itself; the one that fully_shard has gathered for this pass; or
         the shard of a later tensor-parallel plan, unless some ranks would not enter the collective
         that gathers its rows: such a model is an error at the step.
         """
-        computing: dict[str, nn.Parameter] = {}
+        trained: list[nn.Parameter] = []
         present = helper.module._parameters
         for name, registered in helper.parameters.items():
             parameter = present[name] if name in present else parameter_of(helper.module, name)
@@ -722,8 +697,8 @@ class Capture:
             assert parameter is not None
             # It may have been frozen since; the rest of the block still needs the call.
             if parameter.requires_grad:
-                computing[name] = parameter
-        return computing
+                trained.append(parameter)
+        return trained
 
     def _begin_call(self) -> bool:
         """Prepare the records for a call; return whether a checkpoint recomputes it.
@@ -756,18 +731,15 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs if they are needed."""
-        if helper not in self._reading:
-            inputs = ()
-        keeper: Any = _keep(len(trained), *trained, *inputs)
-        # They tell whether a backward pass adds to the parameters' gradients.
-        accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
-        if not inputs:
-            keeper = None
+        kept: tuple[SavedTensor, ...] = ()
+        if helper in self._reading:
+            kept = tuple([_make_saved_tensor(x, is_output=False) for x in inputs])
         return _Pending(
             weakref.ref(self),
             helper,
-            keeper,
-            accumulators,
+            kept,
+            trained,
+            _accumulator(trained[0]),
             self.without_inputs,
             # Within a backward pass a checkpoint recomputes for it.
             self.calls.first_batch or self.calls.batch,
@@ -777,12 +749,6 @@ class Capture:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _on_loss(self, helper: LayerHelper) -> None:
-        """Record that a backward pass of the loss has reached a layer."""
-        if self.enabled and helper in self.names:
-            self.calls.enter(self._on_end)
-            self.calls.reached.add(helper)
-
     def _on_end(self) -> None:
         """Close a backward pass, and pass on the layers that it has reached."""
         calls = self.calls
@@ -791,7 +757,7 @@ class Capture:
         if reached and self.ended is not None:
             self.ended(reached)
 
-    def _on_gradient(self, call: _Pending, kept: Tensor | None, gradient: Tensor) -> None:
+    def _on_gradient(self, call: _Pending, kept: Sequence[SavedTensor], gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self._sampling or not self.enabled or helper not in self.names:
@@ -799,10 +765,13 @@ class Capture:
         if call.without_inputs != self.without_inputs:
             return  # called in a window of other turns: some layers' inputs were not kept
         calls = self.calls
-        number = calls.enter(self._on_end)
+        number = calls.current  # of the loss, or of a probe
+        assert number is not None
         if calls.first_batch is None:
             calls.first_batch = batch
-        earlier = call.earlier_pass(calls, number)
+        (window, earlier), call.passed = call.passed, (calls, number)
+        if window is not calls or earlier == number:
+            earlier = None
         batch.closed = True  # the next forward pass is of another one
         if gradient.dtype == torch.float16 and not calls.half:
             calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
@@ -829,15 +798,13 @@ class Capture:
             error.add_note(f"soframe: in the statistics of {self.names.get(helper)!r}")
             self.raise_or_defer(error, helper)
 
-    def _kept_inputs(self, helper: LayerHelper, kept: Tensor | None) -> tuple[Tensor, ...]:
+    def _kept_inputs(self, helper: LayerHelper, kept: Sequence[SavedTensor]) -> tuple[Tensor, ...]:
         """Return the inputs of a call, where this backward pass needs them."""
         is_repeated = self._probe is not None and not self._probe.first
-        if kept is None or (is_repeated and helper not in self.rereading):
+        if is_repeated and helper not in self.rereading:
             return ()
-        # The tensor is held, not its node alone, which torch 2.12 frees without its output. Its
-        # node has the tensors that `_Keep` saved; torch does not type that.
-        saved = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
-        return tuple([x if type(x) is Tensor else sharding.whole(x) for x in saved])
+        inputs = map(SavedTensor.unpack, kept)
+        return tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -846,13 +813,14 @@ class _Pending:
 
     capture: weakref.ref[Capture]
     helper: LayerHelper
-    kept: Tensor | None  # its node has saved the inputs
-    accumulators: Sequence[Any]  # the nodes that add to the parameters' gradients
+    kept: Sequence[SavedTensor]  # the inputs, until autograd frees its own
+    trained: Sequence[nn.Parameter]  # the tensors with which the call computes
+    accumulator: Any  # the node that adds to the gradient of the first
     without_inputs: frozenset[LayerHelper]  # as it was then
     batch: Batch
     output_index: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
-    passed: tuple[Calls | None, int] = (None, -1)  # the last backward pass through the call
+    passed: tuple[Calls | None, int | None] = (None, None)  # window and number of the last pass
     marker: Any = None  # a node by which a backward pass through this forward pass is recognised
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
@@ -861,9 +829,10 @@ class _Pending:
         if capture is None:
             return
         # autograd.grad passes through here without adding to any parameter's gradient.
-        is_of_loss = capture._probe is None and any(map(_accumulates, self.accumulators))
-        if is_of_loss:
-            capture._on_loss(self.helper)
+        is_of_loss = capture._probe is None and self.adds_to_gradients()
+        if is_of_loss and capture.enabled and self.helper in capture.names:
+            capture.calls.enter(capture._on_end)
+            capture.calls.reached.add(self.helper)
         is_wanted = is_of_loss
         if capture.probing:
             # Nodes, which receive a tuple, have calls inside modules: `probe` brings them theirs.
@@ -872,12 +841,19 @@ class _Pending:
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
-            self.kept = None
+            self.kept = ()
         if isinstance(received, tuple):
             received = received[self.output_index]
         # A function's backward may return None for the output: it then counts as not called.
         if received is not None:
             capture._on_gradient(self, kept, received)
+
+    def adds_to_gradients(self) -> bool:
+        """Return whether the backward pass under way adds to the gradient of a parameter."""
+        if _accumulates(self.accumulator):
+            return True
+        with torch.enable_grad():  # else the others have no nodes
+            return any(_accumulates(_accumulator(parameter)) for parameter in self.trained[1:])
 
     def find_marker(self, node: Any, inputs: Sequence[Tensor]) -> None:
         """Find a node that no other forward pass has, to recognise this one's batch by.
@@ -896,13 +872,6 @@ class _Pending:
         self.marker = next(filter(None, candidates), None)
         if self.marker is not None:
             self.batch.recognise_by(self)
-
-    def earlier_pass(self, calls: Calls, number: int) -> int | None:
-        """Record a pass through this call; return the number of another one in this window."""
-        (window, previous), self.passed = self.passed, (calls, number)
-        if window is calls and previous != number:
-            return previous
-        return None
 
 
 _TRANSPOSITION = "TBackward0"
@@ -993,6 +962,12 @@ def _is_checkpointed() -> bool:
     """Return whether a checkpoint drops the graph's saved tensors, to recompute them."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_checkpoint_hook." in getattr(hooks[0], "__qualname__", "")
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """Return the node that adds to the gradient of a parameter in backward passes."""
+    view: Any = parameter.view_as(parameter)
+    return view.grad_fn.next_functions[0][0]
 
 
 def _accumulates(node: Any) -> bool:

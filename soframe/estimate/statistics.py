@@ -172,15 +172,15 @@ class Accumulator:
         if block.takes_samples or call.is_ragged:
             call = _by_sample(block, call, is_routed=block in self._routed)
         rows = _output_rows(helper, call.gradient)
-        batch, shared = rows.shape[1], rows.shape[2]
+        _, batch, shared, _ = rows.shape
         if batch * shared == 0:
             if self.window.is_empty(call):
                 self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
         # Without count() all rows are data.
         data = self._data(block, helper, rows, call.batch) if self._capture.counts else None
-        data_sizes = _sizes(data, batch, shared)
-        backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
+        sizes = _sizes(data, batch, shared)
+        backward = self.window.count_call(block, call, sizes, self._stage_of[block])
         if self._adds(block, call, backward):
             self._add_rows(block, call, rows, data, backward)
 
@@ -189,14 +189,14 @@ class Accumulator:
     ) -> None:
         """Count the rows of a call, and add their moments to the sums; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
-        batch, shared = rows.shape[1], rows.shape[2]
+        _, batch, shared, _ = rows.shape
         has_data = _sizes(data, batch, shared)[1] > 0
         users, size = 1, backward.size_of(call.batch)
         if self._lacks_batch(block, helper, batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
             call, rows = _as_one_sample(call, rows)
-            batch, shared = rows.shape[1], rows.shape[2]
+            _, batch, shared, _ = rows.shape
         if block.method.reduces:  # all positions of a sample make one row
             shared = 1
         reached = None
@@ -231,6 +231,8 @@ class Accumulator:
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
     ) -> bool:
         """Return whether a call's rows are shared by all samples, as a table's are."""
+        if batch == size:
+            return False
         lacks = helper.lacks_batch(batch, shared, size)
         if not lacks and batch > 1 and batch % size > 0:
             self._routed.add(block)

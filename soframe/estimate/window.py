@@ -365,8 +365,8 @@ def _add_tensor(moment: Tensor, total: Tensor | None, scale: float) -> Tensor:
 
 def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
-    parameters = list(block.parameters.values())
-    for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
+    for parameter in block.parameters.values():
+        gradient = block.home.read(parameter)
         if gradient is not None:
             storage = None
             if not gradient.is_sparse:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
 from torch import Tensor
 
 from soframe.kernels.geometry import Geometry
 from soframe.kernels.gram import add_moment
 
 
-def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return ``[groups, batch, positions, features]``, of kernel row, kernel column, channel."""
+def patches(x: Tensor, geometry: Geometry, *, ones: bool = False) -> Tensor:
+    """Return ``[groups, batch, positions, features]``, of kernel row, kernel column, channel.
+
+    With ``ones`` each has a last feature of one.
+    """
     # One strided copy, several times as fast as torch's own, which unfolds image by image.
     rows, columns = geometry.rows, geometry.columns
     around = (0, 0, columns.before, columns.after, rows.before, rows.after)
-    x = F.pad(x.permute(0, 2, 3, 1), around).permute(0, 3, 1, 2)
-    for dim, axis in ((2, rows), (3, columns)):
-        window = axis.dilation * (axis.kernel - 1) + 1
-        x = x.unfold(dim, window, axis.stride)[..., :: axis.dilation]
-    x = x.unflatten(1, (geometry.groups, geometry.channels))
-    # [groups, batch, output rows, output columns, kernel rows, kernel columns, channels]
-    return x.permute(1, 0, 3, 4, 5, 6, 2).flatten(4).flatten(2, 3)
+    x = torch.constant_pad_nd(x.permute(0, 2, 3, 1), around)
+    size, strides = _windows(geometry, x.stride())
+    windows = x.as_strided(size, strides)
+    if not ones:
+        return windows.flatten(4).flatten(2, 3)
+    written = x.new_empty(*size[:4], prod(size[4:]) + 1)
+    written[..., :-1].view(size).copy_(windows)
+    written[..., -1].fill_(1.0)
+    return written.flatten(2, 3)
+
+
+@lru_cache(maxsize=256)
+def _windows(geometry: Geometry, stride: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return size and strides ``[groups, batch, output, output, kernel, kernel, channels]``."""
+    groups, channels, rows, columns = geometry[1:]
+    image, down, along, across = stride  # of ``[batch, height, width, all channels]``
+    size = [groups, geometry.batch, rows.out, columns.out, rows.kernel, columns.kernel, channels]
+    strides = [channels * across, image, rows.stride * down, columns.stride * along]
+    strides += [rows.dilation * down, columns.dilation * along, across]
+    return size, strides
 
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from soframe.kernels import devices, pointwise
 from soframe.kernels.dispatch import PATHS, Path, choose, entries
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
-from soframe.kernels.gram import add_bias, add_moment, new_sum, with_ones
+from soframe.kernels.gram import add_bias, add_moment, new_sum
 from soframe.kernels.unfold import patches
 from soframe.layers.base import FEW, BlockShape, Inputs, LayerHelper, Unit, widened
 from soframe.registry import register
@@ -85,7 +85,7 @@ class Conv2dHelper(LayerHelper):
         """Return a view, channels first or last."""
         g = self._batched(grad_output)
         groups, locations = self.module.groups, g.shape[2:].numel()
-        g = g.reshape(len(g), groups, g.shape[1] // groups, locations)
+        g = g.reshape(g.shape[0], groups, g.shape[1] // groups, locations)
         return g.permute(1, 0, 3, 2)
 
     def input_moment(
@@ -97,9 +97,7 @@ class Conv2dHelper(LayerHelper):
         gpu = devices.on_gpu(x)
         path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
         if path == "unfold" and entries(geometry) <= FEW and not gpu:
-            rows = patches(x, geometry)
-            if self.bias is not None:
-                rows = with_ones(rows)
+            rows = patches(x, geometry, ones=self.bias is not None)
             return add_moment(total, rows, scale)
         if self.bias is None and path == "pointwise":
             return add_moment(total, pointwise.rows(x, geometry), scale)
@@ -138,7 +136,9 @@ class Conv2dHelper(LayerHelper):
 
     def _padded(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, list[Axis]]:
         """Apply padding other than zeros to the batch; return it and the geometry of its axes."""
-        conv, x = self.module, self._batched(inputs[0].to(dtype))
+        conv, x = self.module, self._batched(inputs[0])
+        if x.dtype != dtype:
+            x = x.to(dtype)
         around: list[tuple[int, int]] = []
         for axis in range(self.dimensions):
             before = after = 0
@@ -162,7 +162,7 @@ class Conv2dHelper(LayerHelper):
     def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
         """Return the batch as images, and the geometry of their patches."""
         x, (rows, columns) = self._padded(inputs, dtype)
-        return x, self._geometry(len(x), 1, rows, columns)
+        return x, self._geometry(x.shape[0], 1, rows, columns)
 
     def _geometry(self, batch: int, unfolded: int, rows: Axis, columns: Axis) -> Geometry:
         conv = self.module
