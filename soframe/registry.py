@@ -172,16 +172,9 @@ class Registry:
         return ", ".join(sorted(self._show(key) for key in self._components)) or "none"
 
 
-KINDS: dict[str, Registry] = {
-    "layer": Registry("layer", type),
-    "method": Registry("method"),
-    "solver": Registry("solver"),
-    "strategy": Registry("strategy"),
-    "backend": Registry("backend"),
-    "loss": Registry("loss"),
-    "damping": Registry("damping"),
-    "clip": Registry("clip"),
-}
+_NAMED = ("method", "solver", "strategy", "backend", "loss", "damping", "clip")
+
+KINDS = {"layer": Registry("layer", type), **{kind: Registry(kind) for kind in _NAMED}}
 
 
 def _kind(kind: str) -> Registry:

@@ -9,6 +9,7 @@ leads back.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 from torch import nn
@@ -20,77 +21,67 @@ from soframe.registry import KINDS
 Shape = tuple[int, int]  # outputs and inputs of a linear layer
 
 
+SIGNS = {
+    nn.Embedding: "tables",
+    nn.LayerNorm: "norms",
+    nn.RMSNorm: "norms",
+    nn.RNNBase: "recurrence",
+    nn.RNNCellBase: "recurrence",
+}
+"""The signs of classes of torch."""
+
+RULES: tuple[tuple[set[str], set[str], str], ...] = (
+    ({"recurrence"}, {"attention"}, "recurrent"),
+    # Tokens are words, or patches of an image, which meet in attention or between norms.
+    ({"attention", "patches"}, set(), "transformer"),
+    ({"norms", "patches"}, set(), "transformer"),
+    ({"attention"}, {"kernels"}, "transformer"),
+    ({"norms", "tables"}, {"kernels"}, "transformer"),
+    ({"kernels"}, set(), "convolutional"),
+    ({"overlaps"}, set(), "convolutional"),
+    ({"tables"}, set(), "dense"),
+    ({"one output"}, set(), "regression"),
+    (set(), set(), "dense"),
+)
+"""The signs that a kind has, those that it has not, and the kind; the first that fits counts."""
+
+
 def kind_of(model: nn.Module) -> str:
     """Return the kind of a model: a name of `soframe.Recommendation`."""
-    if _is_mostly_frozen(model):
-        return "adapters"
-    modules = list(model.modules())
-    has_attention = _have_attention(modules)
-    if not has_attention and _have_any(modules, nn.RNNBase, nn.RNNCellBase):
-        return "recurrent"
-    has_patches = _embed_patches(modules)
-    is_convolutional = _is_most_convolutional(model)
-    has_tokens = has_attention or _have_tokens(modules, has_patches=has_patches)
-    if has_tokens and (has_patches or not is_convolutional):
-        return "transformer"
-    if is_convolutional or _overlap(modules):
-        return "convolutional"
-    return _kind_by_outputs(modules)
-
-
-def _kind_by_outputs(modules: Sequence[nn.Module]) -> str:
-    """Return the kind of a dense net by its tables and its last linear layer."""
-    if _have_any(modules, nn.Embedding):
-        return "dense"
-    for module in reversed(modules):
-        if isinstance(module, nn.Linear):
-            return "regression" if module.out_features == 1 else "dense"
-    return "dense"
-
-
-def _is_mostly_frozen(model: nn.Module) -> bool:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return trained < sum(p.numel() for p in model.parameters()) / 2
+    if trained < sum(p.numel() for p in model.parameters()) / 2:
+        return "adapters"
+    signs = _signs(model)
+    kinds = (kind for has, lacks, kind in RULES if has <= signs and signs.isdisjoint(lacks))
+    return next(kinds)
 
 
-def _have_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
-    return any(isinstance(module, classes) for module in modules)
-
-
-def _have_attention(modules: Sequence[nn.Module]) -> bool:
-    has_tokens = _have_any(modules, nn.Embedding) or _have_norms(modules)
-    return any(_attends(module, has_tokens=has_tokens) for module in modules)
-
-
-def _have_tokens(modules: Sequence[nn.Module], *, has_patches: bool) -> bool:
-    return _have_norms(modules) and (has_patches or _have_any(modules, nn.Embedding))
-
-
-def _have_norms(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a module is a layer norm or an RMS norm, torch's or another."""
+def _signs(model: nn.Module) -> set[str]:
+    """Return the signs in the modules of a model by which `RULES` tell its kind."""
+    modules = list(model.modules())
+    signs: set[str] = set()
+    outputs = 0  # of the last linear layer
     for module in modules:
-        if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):
-            return True
-    return _have_any(modules, nn.LayerNorm, nn.RMSNorm)
-
-
-def _overlap(modules: Sequence[nn.Module]) -> bool:
-    """Return whether neighbouring outputs of some convolution share inputs."""
-    for module in modules:
+        signs.update(sign for kind, sign in SIGNS.items() if isinstance(module, kind))
+        if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):  # not torch's alone
+            signs.add("norms")
+        if isinstance(module, nn.Linear):
+            outputs = module.out_features
         if isinstance(module, _ConvNd):
-            pairs = zip(module.kernel_size, module.stride, strict=True)
-            if any(kernel > stride for kernel, stride in pairs):
-                return True
-    return False
-
-
-def _embed_patches(modules: Sequence[nn.Module]) -> bool:
-    """Return whether convolutions have strides and none overlap, as in a vision transformer."""
-    longest = 1
-    for module in modules:
-        if isinstance(module, _ConvNd):
-            longest = max(longest, *module.stride)
-    return longest > 1 and not _overlap(modules)
+            if max(module.stride) > 1:
+                signs.add("strides")
+            if any(map(operator.gt, module.kernel_size, module.stride)):
+                signs.add("overlaps")
+    if outputs == 1:
+        signs.add("one output")
+    if _is_most_convolutional(model):
+        signs.add("kernels")
+    if "strides" in signs and "overlaps" not in signs:  # as in a vision transformer
+        signs.add("patches")
+    has_tokens = not signs.isdisjoint(("tables", "norms"))
+    if any(_attends(module, has_tokens=has_tokens) for module in modules):
+        signs.add("attention")
+    return signs
 
 
 def _is_most_convolutional(model: nn.Module) -> bool:

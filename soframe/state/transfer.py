@@ -117,7 +117,7 @@ def _move(
     block.record.solved_at = old.record.solved_at if solved else {}
 
 
-_REMAINING = {("weight",): slice(-1), ("bias",): slice(-1, None)}
+_REMAINING: dict[tuple[str, ...], slice] = {("weight",): slice(-1), ("bias",): slice(-1, None)}
 """The columns of ``[weight | bias]`` that remain, by the parameters that do."""
 
 
