@@ -11,7 +11,7 @@ from torch import Tensor
 
 def is_integer(value: object, least: float = -math.inf) -> TypeGuard[int]:
     """Return whether a setting is an integer of at least ``least``; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and not value < least
+    return not isinstance(value, bool) and isinstance(value, Integral) and not value < least
 
 
 def require_integer(name: str, value: object, least: int) -> None:
