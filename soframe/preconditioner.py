@@ -43,7 +43,7 @@ from soframe.settings import (
     group_of,
 )
 from soframe.setup import choosing, describing
-from soframe.setup.grouping import Grouping
+from soframe.setup.grouping import grouping
 from soframe.setup.parts import parts_of
 from soframe.state import checksums
 from soframe.state import saving as state
@@ -178,7 +178,7 @@ class Preconditioner(OfModel):
         self.engine = Engine(
             self.curvature,
             clipping=self._clipping,
-            moving_optimizer=optimizer if isinstance(optimizer, Grouping) else None,
+            moving_optimizer=grouping(optimizer),
             measuring=measuring,
         )
         parts.refresh.warn_of_settings(self.curvature.blocks)

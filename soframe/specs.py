@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -289,13 +289,17 @@ class Shards:
         """
         moves = [Move(r, source, r) for r, source in enumerate(back) if rank in (r, source)]
         if not back:
-            for worker in workers:
-                if self.holds_all(worker):
-                    continue
-                owners = range(len(self.copies)) if worker == rank else (rank,)
-                copy = self.copies[worker]
-                moves += [Move(o, o, worker) for o in owners if self.copies[o] == copy]
+            moves = list(self._moves_there(rank, workers))
         return [move for move in moves if move.sender != move.receiver and self.numel(move.owner)]
+
+    def _moves_there(self, rank: int, workers: Sequence[int]) -> Iterator[Move]:
+        for worker in workers:
+            if self.holds_all(worker):
+                continue
+            owners = range(len(self.copies)) if worker == rank else (rank,)
+            for owner in owners:
+                if self.copies[owner] == self.copies[worker]:
+                    yield Move(owner, owner, worker)
 
     def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
         """Return whether any rank sends anything; for the arguments see `moves`."""

@@ -95,8 +95,8 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
                 receives[sender].append((split, owner))
 
     first = splits[0]
-    parts = list(itertools.chain.from_iterable(sends))
-    flat = torch.cat(parts) if parts else torch.empty(0, dtype=first.dtype, device=first.device)
+    nothing = torch.empty(0, dtype=first.dtype, device=first.device)
+    flat = torch.cat([nothing, *itertools.chain.from_iterable(sends)])
     joined, handle = backend.all_to_all(
         flat.to(backend.wire_device(first.device)),
         [sum(map(Tensor.numel, of_rank)) for of_rank in sends],

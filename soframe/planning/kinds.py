@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -62,16 +62,9 @@ def _signs(model: nn.Module) -> set[str]:
     signs: set[str] = set()
     outputs = 0  # of the last linear layer
     for module in modules:
-        signs.update(sign for kind, sign in SIGNS.items() if isinstance(module, kind))
-        if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):  # not torch's alone
-            signs.add("norms")
+        signs |= _signs_of(module)
         if isinstance(module, nn.Linear):
             outputs = module.out_features
-        if isinstance(module, _ConvNd):
-            if max(module.stride) > 1:
-                signs.add("strides")
-            if any(map(operator.gt, module.kernel_size, module.stride)):
-                signs.add("overlaps")
     if outputs == 1:
         signs.add("one output")
     if _is_most_convolutional(model):
@@ -81,6 +74,18 @@ def _signs(model: nn.Module) -> set[str]:
     has_tokens = not signs.isdisjoint(("tables", "norms"))
     if any(_attends(module, has_tokens=has_tokens) for module in modules):
         signs.add("attention")
+    return signs
+
+
+def _signs_of(module: nn.Module) -> set[str]:
+    signs = {sign for kind, sign in SIGNS.items() if isinstance(module, kind)}
+    if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):  # not torch's alone
+        signs.add("norms")
+    if isinstance(module, _ConvNd):
+        if max(module.stride) > 1:
+            signs.add("strides")
+        if any(map(operator.gt, module.kernel_size, module.stride)):
+            signs.add("overlaps")
     return signs
 
 
@@ -115,51 +120,36 @@ def _attends(module: nn.Module, *, has_tokens: bool) -> bool:
         if len(layers) > 1:
             return False
         shapes += layers
-    # Three equal layers may be a perceptron's.
-    if has_tokens and _are_three_projections(shapes):
-        return True
-    return _have_fused(shapes) or _have_separate(shapes, has_tokens=has_tokens)
+    candidates = _candidates(shapes, has_tokens=has_tokens)
+    return any(itertools.starmap(_are_projections, candidates))
 
 
-def _have_fused(shapes: Sequence[Shape]) -> bool:
-    """Return whether one of some layers makes queries, keys and values, and one leads back."""
+def _candidates(shapes: list[Shape], *, has_tokens: bool) -> Iterator[tuple[list[int], int]]:
+    """Yield the outputs of layers that may be queries, keys and values, and those of queries."""
+    for index, back in enumerate(shapes):
+        for outs in _led_back(back, shapes[:index] + shapes[index + 1 :], has_tokens=has_tokens):
+            yield outs, back[1]
+    # No layer leads back. Three equal layers may be a perceptron's, but for tokens.
     inputs = {into for _, into in shapes}
-    for (out, into), (width, hidden) in itertools.product(shapes, shapes):
-        # An output that no layer reads unchanged may be split.
-        leads_back = width == into and out not in inputs
-        if leads_back and _are_projections([out], hidden):
-            return True
-    return False
+    if has_tokens and len(shapes) == 3 and len(inputs) == 1:
+        outs = [out for out, _ in shapes]
+        yield outs, max(outs)
 
 
-def _have_separate(shapes: list[Shape], *, has_tokens: bool) -> bool:
-    """Return whether one of some layers leads back, and the others are queries, keys, values."""
-    for index, (width, hidden) in enumerate(shapes):
-        outs = _outs_from(width, shapes[:index] + shapes[index + 1 :])
-        match len(outs):
-            case 2:  # keys and values in one layer are split before they are used
-                is_complete = not {width, hidden}.issuperset(outs)
-            case 3:
-                is_complete = has_tokens
-            case _:
-                is_complete = False
-        if is_complete and _are_projections(outs, hidden):
-            return True
-    return False
-
-
-def _outs_from(width: int, shapes: Sequence[Shape]) -> list[int]:
-    """Return the outputs of layers that all read a width; none if another reads something else."""
-    outs = [out for out, into in shapes if into == width]
-    return outs if len(outs) == len(shapes) else []
-
-
-def _are_three_projections(shapes: Sequence[Shape]) -> bool:
-    """Return whether three layers make queries, keys and values, without a way back."""
-    if len(shapes) != 3:
-        return False
-    outs = _outs_from(shapes[0][1], shapes)
-    return len(outs) == 3 and _are_projections(outs, max(outs))
+def _led_back(back: Shape, layers: list[Shape], *, has_tokens: bool) -> Iterator[list[int]]:
+    """Yield the outputs of layers before attention, if one more layer leads back from it."""
+    width, _ = back
+    inputs = {into for _, into in (back, *layers)}
+    outs = [out for out, into in layers if into == width]
+    for out in set(outs).difference(inputs):  # what no layer reads unchanged may be split
+        yield [out]
+    if len(outs) < len(layers):
+        return
+    if len(outs) == 3 and has_tokens:
+        yield outs
+    # Keys and values in one layer are split before they are used.
+    if len(outs) == 2 and not set(back).issuperset(outs):
+        yield outs
 
 
 def _are_projections(outs: Sequence[int], queries: int) -> bool:

@@ -24,7 +24,7 @@ from soframe.comm.stages import Stages
 from soframe.methods.base import Method
 from soframe.registry import describe
 from soframe.setup.choosing import methods
-from soframe.setup.grouping import Grouping
+from soframe.setup.grouping import grouping
 from soframe.setup.parts import Parts
 from soframe.solvers.base import Solver
 from soframe.strategies.base import Circumstances, Strategy
@@ -125,8 +125,8 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     """Raise ValueError if an optimizer lacks a parameter of a block."""
     if optimizer is None or not blocks:
         return
-    if isinstance(optimizer, Grouping):
-        optimizer.group(blocks)
+    if (groups := grouping(optimizer)) is not None:
+        groups.group(blocks)
     optimised = set(map(id, chain.from_iterable(blocks[0].home.groups(optimizer))))
     named = list(_named_parameters(blocks))
     missing = [name for name, parameter in named if id(parameter) not in optimised]

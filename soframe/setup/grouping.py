@@ -23,3 +23,8 @@ class Grouping(Protocol):
 
     def selects(self) -> bool:
         """Return whether weights stay in a step whose gradients the device alone finds bad."""
+
+
+def grouping(optimizer: object) -> Grouping | None:
+    """Return an optimizer that groups parameters; None for others."""
+    return optimizer if isinstance(optimizer, Grouping) else None

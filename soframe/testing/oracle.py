@@ -65,6 +65,10 @@ class GaussNewton:
         model = unwrap(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._blocks = _divided(model, blocks, self._parameters)
+        self._names = list(itertools.chain.from_iterable(self._blocks))  # in the order of vectors
+        self._sizes: list[int] = []
+        for block in self._blocks:
+            self._sizes.append(sum(self._parameters[name].numel() for name in block))
         parameters = list(self._parameters.values())
         with torch.enable_grad():
             self._forward, value = first_pass(model, closure, parameters)
@@ -83,7 +87,7 @@ class GaussNewton:
         Raises:
             ValueError: If names or shapes do not fit.
         """
-        return self._joined(self._products(self._parts(vector)))
+        return self._named(self._product(self._flat(vector), range(len(self._blocks))))
 
     def solve(
         self, vector: Vector, damping: float, *, tolerance: float = 1e-6, iterations: int = 1000
@@ -104,52 +108,52 @@ class GaussNewton:
         """
         if not damping > 0:
             raise ValueError(f"the damping of an exact solve must be positive, not {damping!r}")
-        residuals = self._parts(vector)
-        directions = dict(residuals)
-        solutions, squares, bounds = dict[int, Tensor](), dict[int, Tensor](), dict[int, float]()
-        for number, part in residuals.items():
-            solutions[number] = torch.zeros_like(part)
-            squares[number] = part @ part
-            bounds[number] = tolerance**2 * float(squares[number])
+        residual = self._flat(vector)
+        direction, solution = residual, torch.zeros_like(residual)
+        squares = self._dots(residual, residual)  # [blocks]
+        bounds = tolerance**2 * squares
         for _ in range(iterations):
-            open_directions: dict[int, Tensor] = {}
-            for number, bound in bounds.items():
-                if float(squares[number]) > bound:
-                    open_directions[number] = directions[number]
-            if not open_directions:
+            is_open = squares > bounds
+            if not bool(is_open.any()):
                 break
-            images = self._products(open_directions)
-            for number, direction in open_directions.items():
-                image = images[number] + damping * direction
-                length = squares[number] / (direction @ image)
-                solutions[number] = solutions[number] + length * direction
-                residuals[number] = residuals[number] - length * image
-                previous, squares[number] = squares[number], residuals[number] @ residuals[number]
-                directions[number] = residuals[number] + squares[number] / previous * direction
-        return self._joined(solutions)
+            blocks = is_open.nonzero().flatten().tolist()
+            image = self._product(direction, blocks) + damping * direction
+            lengths = torch.where(is_open, squares / self._dots(direction, image), 0.0)
+            solution = solution + self._spread(lengths) * direction
+            residual = residual - self._spread(lengths) * image
+            previous, squares = squares, self._dots(residual, residual)
+            ratios = torch.where(is_open, squares / previous, 0.0)
+            direction = residual + self._spread(ratios) * direction
+        return self._named(solution)
 
-    def _products(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Multiply the flat vectors of some blocks by these blocks."""
-        directions: list[Direction] = []
-        for number, part in parts.items():
-            tensors = self._split(number, part)
-            directions.append(list(map(tensors.get, self._parameters)))
+    def _product(self, vector: Tensor, blocks: Sequence[int]) -> Tensor:
+        """Multiply a flat vector by some blocks; zeros where others are."""
+        tensors, directions = self._named(vector), list[Direction]()
+        for number in blocks:
+            part = {name: tensors[name] for name in self._blocks[number]}
+            directions.append(list(map(part.get, self._parameters)))
         parameters = list(self._parameters.values())
         tangents = self._forward.jacobian_products(parameters, directions)
-        products = {}
-        for number, tangent in zip(parts, tangents, strict=True):
+        products = list(map(torch.zeros_like, vector.split(self._sizes)))
+        for number, tangent in zip(blocks, tangents, strict=True):
             cotangents = self._forward.hessian_product(tangent)
-            pulled_back = self._pulled_back(cotangents, self._blocks[number])
-            products[number] = flat(pulled_back.values())
-        return products
+            products[number] = flat(self._pulled_back(cotangents, self._blocks[number]).values())
+        return torch.cat(products)
+
+    def _dots(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the inner products of two flat vectors in each block, ``[blocks]``."""
+        return torch.stack([part.sum() for part in (first * second).split(self._sizes)])
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        """Return a number of each block for each entry of a flat vector."""
+        sizes = torch.tensor(self._sizes, device=numbers.device)
+        return numbers.repeat_interleave(sizes)
 
     def _pulled_back(self, cotangents: Sequence[Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """Multiply cotangents of the outputs by the transposed Jacobian of some parameters."""
-        outputs, of_outputs = list[Tensor](), list[Tensor]()
-        for output, cotangent in zip(self._forward.outputs, cotangents, strict=True):
-            if output.requires_grad:
-                outputs.append(output)
-                of_outputs.append(cotangent)
+        needed = [output.requires_grad for output in self._forward.outputs]
+        outputs = list(itertools.compress(self._forward.outputs, needed))
+        of_outputs = list(itertools.compress(cotangents, needed))
         inputs = [self._parameters[name] for name in names]
         with self._forward.kernels.again():
             gradients = torch.autograd.grad(
@@ -157,8 +161,8 @@ class GaussNewton:
             )
         return dict(zip(names, gradients, strict=True))
 
-    def _parts(self, vector: Vector) -> dict[int, Tensor]:
-        """Return the entries of a vector by block, ``[size]``; raise if it does not fit."""
+    def _flat(self, vector: Vector) -> Tensor:
+        """Return the entries of a vector, block by block; raise if it does not fit."""
         wrong = set(vector) ^ set(self._parameters)
         for name in vector.keys() & self._parameters.keys():
             if vector[name].shape != self._parameters[name].shape:
@@ -168,25 +172,13 @@ class GaussNewton:
                 f"names or shapes do not fit at {', '.join(sorted(wrong))}: pass a tensor of the "
                 f"parameter's shape for each parameter that is trained"
             )
-        parts = {}
-        for number, names in enumerate(self._blocks):
-            parts[number] = flat(vector[name].detach() for name in names)
-        return parts
+        return flat(vector[name].detach() for name in self._names)
 
-    def _split(self, number: int, part: Tensor) -> dict[str, Tensor]:
-        """Return the tensors by name of the entries of a block."""
-        names = self._blocks[number]
-        sizes = [self._parameters[name].numel() for name in names]
-        tensors: dict[str, Tensor] = {}
-        for name, entries in zip(names, part.split(sizes), strict=True):
-            tensors[name] = entries.view(self._parameters[name].shape)
-        return tensors
-
-    def _joined(self, parts: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for number, part in parts.items():
-            tensors |= self._split(number, part)
-        return {name: tensors[name] for name in self._parameters}
+    def _named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a flat vector by name."""
+        parts = vector.split([self._parameters[name].numel() for name in self._names])
+        entries = dict(zip(self._names, parts, strict=True))
+        return {name: entries[name].view(p.shape) for name, p in self._parameters.items()}
 
 
 class Oracle(torch.optim.SGD):
