@@ -173,7 +173,7 @@ class Registry:
 
 _NAMED = ("method", "solver", "strategy", "backend", "loss", "damping", "clip")
 
-KINDS = {"layer": Registry("layer", type), **{kind: Registry(kind) for kind in _NAMED}}
+KINDS = {"layer": Registry("layer", type)} | {kind: Registry(kind) for kind in _NAMED}
 
 
 def _kind(kind: str) -> Registry:

@@ -103,8 +103,9 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
             directs[rank].append(number)
     ranks_of: dict[Part, list[int]] = {}
     for rank in range(placement.world_size):
-        calls = (tuple(gathers[rank]), tuple(holds[rank]))
-        part = Part(tuple(solves[rank]), tuple(directs[rank]), *calls)
+        part = Part(
+            tuple(solves[rank]), tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank])
+        )
         ranks_of.setdefault(part, []).append(rank)
     return ranks_of
 

@@ -138,8 +138,8 @@ def _candidates(shapes: list[Shape], *, has_tokens: bool) -> Iterator[tuple[list
 
 def _led_back(back: Shape, layers: list[Shape], *, has_tokens: bool) -> Iterator[list[int]]:
     """Yield the outputs of layers before attention, if one more layer leads back from it."""
-    width, _ = back
-    inputs = {into for _, into in (back, *layers)}
+    width, hidden = back
+    inputs = {hidden} | {into for _, into in layers}
     outs = [out for out, into in layers if into == width]
     for out in set(outs).difference(inputs):  # what no layer reads unchanged may be split
         yield [out]
