@@ -43,7 +43,7 @@ RULES: tuple[tuple[set[str], set[str], str], ...] = (
     ({"one output"}, set(), "regression"),
     (set(), set(), "dense"),
 )
-"""The signs that a kind has, those that it has not, and the kind; the first that fits counts."""
+"""Signs that a kind has, signs that it has not, and the kind; the first that fits counts."""
 
 
 def kind_of(model: nn.Module) -> str:
@@ -125,7 +125,7 @@ def _attends(module: nn.Module, *, has_tokens: bool) -> bool:
 
 
 def _candidates(shapes: list[Shape], *, has_tokens: bool) -> Iterator[tuple[list[int], int]]:
-    """Yield the outputs of layers that may be queries, keys and values, and those of queries."""
+    """Yield the outputs of layers that may be queries, keys and values, and the size of queries."""
     for index, back in enumerate(shapes):
         for outs in _led_back(back, shapes[:index] + shapes[index + 1 :], has_tokens=has_tokens):
             yield outs, back[1]
@@ -141,7 +141,7 @@ def _led_back(back: Shape, layers: list[Shape], *, has_tokens: bool) -> Iterator
     width, hidden = back
     inputs = {hidden} | {into for _, into in layers}
     outs = [out for out, into in layers if into == width]
-    for out in set(outs).difference(inputs):  # what no layer reads unchanged may be split
+    for out in set(outs).difference(inputs):  # an output that no layer reads may be split
         yield [out]
     if len(outs) < len(layers):
         return

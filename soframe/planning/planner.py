@@ -568,8 +568,6 @@ def _messages(
     placement: Placement, rank: int, kind: str, local: LocalPlan | None, fused: bool
 ) -> list[tuple[str, list[Message]]]:
     """Return the collectives of a rank in a step of some kind, by phase."""
-    if placement.world_size == 1:
-        return []
     return Step(
         placement.pairs,
         placement.stacks,

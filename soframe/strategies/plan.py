@@ -139,6 +139,8 @@ class Step:
 
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""
+        if len(self.everyone) == 1:
+            return []
         active = _named(self.pairs, self.used)
         observed = _named(active, self.statistics)
         due = _named(active, self.solve)
