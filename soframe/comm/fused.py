@@ -96,6 +96,8 @@ def buckets(
     backend: Backend, parcels: Sequence[Parcel], *, fused: bool = False
 ) -> list[list[Parcel]]:
     """Return the parcels that this rank sends or receives, by buffer, sorted by source."""
+    if backend.world_size == 1:
+        return []
     # All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
     # buffers, from any source.
     moving = [p for p in parcels if backend.rank in p.group and len(p.group) > 1]

@@ -82,7 +82,7 @@ def _fit_of_curvature(
     declared_curvature = _of_samples(samples, tangents, expected)
     sizes = [p.nan_to_num(0.0, 0.0, 0.0).abs() for p in _of_samples(samples, tangents, largest)]
     total, expected_total = _total(measured), _total(declared_curvature)
-    if not math.isfinite(total) or not math.isfinite(expected_total):
+    if not math.isfinite(total + expected_total):
         return Fit(samples, 1 / closures, mute=True)
     rounding = 16 * torch.finfo(outputs[0].dtype).eps
     noise = rounding * _total(sizes)

@@ -70,8 +70,8 @@ class Reduction:
         interval = self._damping.interval
         if interval <= 0:
             return False
-        is_early = step < min(interval, FIRST)
-        return self._every or is_early or self.told(step)
+        first = math.inf if self._every else min(interval, FIRST)
+        return step < first or self.told(step)
 
     def told(self, step: int) -> bool:
         """Return whether the policy receives the ratio of a measured step."""

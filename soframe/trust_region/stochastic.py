@@ -181,7 +181,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         gradients = param_groups.with_decay(parameters, decays)
         seen: dict[str, Any] = {"step": self._steps, "loss": loss}
         norm = float(torch.nn.utils.get_total_norm(gradients))
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(loss + norm):
             batch = Batch(parameters, gradients, decays, forwards, loss)
             seen |= self._move(batch, with_model=due)
         else:
