@@ -22,6 +22,7 @@ from soframe import (
     solvers,
     strategies,
 )
+from soframe.auto import Auto
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.report import Report
 from soframe.clips import Clip
@@ -31,7 +32,6 @@ from soframe.layers import LayerHelper
 from soframe.losses import Loss
 from soframe.methods import Method
 from soframe.optimizer import Optimizer
-from soframe.planning.auto import Auto
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
 from soframe.settings import Clips, Distribution, Statistics

@@ -135,16 +135,15 @@ class Registry:
         if optional:
             known = self._optional | known
         for base in module_type.__mro__:
-            for key in (base, f"{base.__module__}.{base.__qualname__}"):
+            for key in (base, self._show(base)):
                 if key in known:
                     return known[key]
         return None
 
     def has(self, module_type: type) -> bool:
         """Return whether a module type is itself a key, optional ones included."""
-        name = f"{module_type.__module__}.{module_type.__qualname__}"
         keys = self._optional.keys() | self._components.keys()
-        return not keys.isdisjoint((module_type, name))
+        return not keys.isdisjoint((module_type, self._show(module_type)))
 
     def build(self, choice: Any, base: type) -> Any:
         """Return an instance of ``base`` from a registered name, a class or an instance."""
@@ -172,16 +171,9 @@ class Registry:
         return ", ".join(sorted(self._show(key) for key in self._components)) or "none"
 
 
-KINDS: dict[str, Registry] = {
-    "layer": Registry("layer", type),
-    "method": Registry("method"),
-    "solver": Registry("solver"),
-    "strategy": Registry("strategy"),
-    "backend": Registry("backend"),
-    "loss": Registry("loss"),
-    "damping": Registry("damping"),
-    "clip": Registry("clip"),
-}
+_NAMED = ("method", "solver", "strategy", "backend", "loss", "damping", "clip")
+
+KINDS = {"layer": Registry("layer", type)} | {kind: Registry(kind) for kind in _NAMED}
 
 
 def _kind(kind: str) -> Registry:

@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Generic, Literal, TypeGuard, TypeVar
+from numbers import Real
+from typing import Generic, Literal, TypeVar
+
+from soframe.checks.numbers import is_integer
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -82,7 +84,7 @@ class Every(_Setting[int]):
     """An interval in steps, constant or a callable of the step."""
 
     def _number(self, value: object) -> int:
-        if not _is_positive(value):
+        if not is_integer(value, 1):
             raise ValueError(
                 f"{self.name} must be a positive integer or a callable of the step that returns "
                 f"one, not {value!r}"
@@ -252,14 +254,10 @@ def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:
     return decay
 
 
-def _is_positive(value: object) -> TypeGuard[int]:
-    return not isinstance(value, bool) and isinstance(value, Integral) and not value < 1
-
-
 def _require_positive(schedule: object, *names: str) -> None:
     for name in names:
         value = getattr(schedule, name)
-        if not _is_positive(value):
+        if not is_integer(value, 1):
             raise ValueError(
                 f"{type(schedule).__name__}: {name} must be a positive integer, not {value!r}"
             )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -243,6 +243,14 @@ class Cut:
     ranges: tuple[tuple[int, int], ...]
 
 
+class Move(NamedTuple):
+    """The part of a tensor that one rank holds, on its way from a rank to another."""
+
+    owner: int  # who holds the part between steps
+    sender: int
+    receiver: int
+
+
 @dataclass(frozen=True)
 class Shards:
     """How a parameter, and its gradient with it, is cut up over ranks.
@@ -273,50 +281,31 @@ class Shards:
         """Return whether a rank holds the whole tensor."""
         return self.numel(rank) == self.whole
 
-    def sources(self, rank: int) -> list[int]:
-        """Return the other ranks that have the parts which a rank lacks, in order."""
-        if self.holds_all(rank):
-            return []
-        return [other for other in self._others(rank) if self.numel(other)]
+    def moves(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[Move]:
+        """Return the parts that a rank sends or receives on their way to workers, or back.
 
-    def _others(self, rank: int) -> list[int]:
-        """Return the other ranks of a rank's copy, in order."""
-        copy = self.copies[rank]
-        return [o for o, number in enumerate(self.copies) if number == copy and o != rank]
-
-    def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
-        """Return the ranks, sorted, that a rank sends its part to, or on the way back theirs.
-
-        ``back`` has for each rank the worker that sends it its part; it is empty on the way there.
+        There, each worker that lacks parts gets those of its copy. ``back`` has for each rank the
+        worker that sends it its part; it is empty on the way there.
         """
-        if back:
-            return [r for r, source in enumerate(back) if source == rank != r and self.numel(r)]
-        if not self.numel(rank):
-            return []
-        peers = set(workers).intersection(self._others(rank))
-        return [worker for worker in sorted(peers) if not self.holds_all(worker)]
-
-    def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
-        """Return the ranks that a rank receives from; for the arguments see `receivers`."""
+        moves = [Move(r, source, r) for r, source in enumerate(back) if rank in (r, source)]
         if not back:
-            return self.sources(rank) if rank in workers else []
-        if back[rank] == rank or not self.numel(rank):
-            return []
-        return [back[rank]]
+            moves = list(self._moves_there(rank, workers))
+        return [move for move in moves if move.sender != move.receiver and self.numel(move.owner)]
+
+    def _moves_there(self, rank: int, workers: Sequence[int]) -> Iterator[Move]:
+        for worker in workers:
+            if self.holds_all(worker):
+                continue
+            owners = range(len(self.copies)) if worker == rank else (rank,)
+            for owner in owners:
+                if self.copies[owner] == self.copies[worker]:
+                    yield Move(owner, owner, worker)
 
     def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
-        """Return whether any rank sends anything; for the arguments see `receivers`."""
+        """Return whether any rank sends anything; for the arguments see `moves`."""
         if back:
             return any(source != r and self.numel(r) for r, source in enumerate(back))
-        return any(self.sources(worker) for worker in workers)
-
-    def carried(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> int:
-        """Return how many elements a rank sends and receives; for the arguments see `receivers`."""
-        receivers, senders = self.receivers(rank, workers, back), self.senders(rank, workers, back)
-        held = self.numel(rank)
-        if back:
-            return sum(map(self.numel, receivers)) + held * len(senders)
-        return held * len(receivers) + sum(map(self.numel, senders))
+        return not all(map(self.holds_all, workers))
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that a rank holds."""

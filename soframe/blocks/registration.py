@@ -54,8 +54,7 @@ from soframe.methods.orthogonal import orthogonalises
 from soframe.methods.returned import require_declared
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
-from soframe.solvers.relative import Relative
-from soframe.solvers.rooted import Rooted
+from soframe.solvers.scaled import Relative, Rooted
 from soframe.specs import FactorSpec
 
 Choice = Any

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from soframe.capture.counting import DataRows
+from soframe.checks.numbers import is_part
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import Memory, content
 
@@ -30,14 +31,11 @@ Rows = float | int
 
 def check_rows(rows: object) -> None:
     """Raise ValueError unless rows is a fraction of the rows of a call, or a number of them."""
-    if isinstance(rows, float) and 0 < rows <= 1:
-        return
-    if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1:
-        return
-    raise ValueError(
-        f"rows must be a fraction in (0, 1] (float) of the rows of a call, or a number of rows "
-        f"(int), not {rows!r}"
-    )
+    if not is_part(rows):
+        raise ValueError(
+            f"rows must be a fraction in (0, 1] (float) of the rows of a call, or a number of rows "
+            f"(int), not {rows!r}"
+        )
 
 
 def chosen(step: int, rank: int, number: int, total: int, count: int) -> Tensor:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral, Real
+from typing import TypeGuard
 
 from torch import Tensor
 
 
+def is_integer(value: object, least: float = -math.inf) -> TypeGuard[int]:
+    """Return whether a setting is an integer of at least ``least``; True and False are none."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and not value < least
+
+
 def require_integer(name: str, value: object, least: int) -> None:
     """Raise a ValueError unless a setting is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_integer(value):
         raise ValueError(f"{name} must be an integer, not {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, not {value!r}")
+
+
+def is_part(value: object) -> bool:
+    """Return whether a setting is a fraction in (0, 1], as a float, or an integer of at least 1."""
+    return 0 < value <= 1 if isinstance(value, float) else is_integer(value, 1)
 
 
 def is_number(value: object) -> bool:

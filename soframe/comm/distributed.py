@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -143,19 +144,13 @@ class TorchDistributed(Backend):
             return _handle(dist.reduce(tensor, target, group=among, async_op=True))
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
-        parts: list[tuple[Handle, Tensor]] = []
+        handles: list[Handle] = []
         for rank in group:
             if rank != destination:
                 part = torch.empty_like(tensor)
                 work = dist.irecv(part, self._global_ranks[rank], self._group)
-                parts.append((_handle(work), part))
-
-        def wait() -> None:
-            for receipt, part in parts:
-                receipt.wait()
-                tensor.add_(part)
-
-        return Handle(wait)
+                handles.append(_then(_handle(work), partial(tensor.add_, part)))
+        return together(handles)
 
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         origin = self._global_ranks[source]

@@ -32,11 +32,6 @@ class Split:
     part: Tensor | None = None  # this rank's, of any dtype
     whole: Tensor | None = None  # on workers, in the shape of `shards`
 
-    @property
-    def is_scattered(self) -> bool:
-        """Whether workers send the parts of the others; in a gather they receive these."""
-        return bool(self.sources)
-
     def route(self) -> tuple[Hashable, int]:
         """Return the key that tensors in one buffer share, and the bytes of the whole."""
         return (self.dtype, self.device), self.shards.whole * self.dtype.itemsize
@@ -92,16 +87,16 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     receives: list[list[tuple[Split, int]]] = [[] for _ in range(backend.world_size)]
     rank = backend.rank
     for split in splits:
-        shards, workers, sources = split.shards, split.workers, split.sources
-        for receiver in shards.receivers(rank, workers, sources):
-            sends[receiver].append(_sent(split, receiver).flatten())
-        for sender in shards.senders(rank, workers, sources):
-            owner = rank if split.is_scattered else sender
-            receives[sender].append((split, owner))
+        for owner, sender, receiver in split.shards.moves(rank, split.workers, split.sources):
+            if sender == rank:
+                part = _part(split, owner, rank)
+                sends[receiver].append(part.to(split.dtype).flatten())
+            else:
+                receives[sender].append((split, owner))
 
     first = splits[0]
-    parts = list(itertools.chain.from_iterable(sends))
-    flat = torch.cat(parts) if parts else torch.empty(0, dtype=first.dtype, device=first.device)
+    nothing = torch.empty(0, dtype=first.dtype, device=first.device)
+    flat = torch.cat([nothing, *itertools.chain.from_iterable(sends)])
     joined, handle = backend.all_to_all(
         flat.to(backend.wire_device(first.device)),
         [sum(map(Tensor.numel, of_rank)) for of_rank in sends],
@@ -112,31 +107,27 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     def end() -> None:
         handle.wait()
         received = list(itertools.chain.from_iterable(receives))
-        _unpack(joined.to(first.device), received)
+        flat = joined.to(first.device)
+        for (split, owner), entries in zip(received, flat.split(_sizes(received)), strict=True):
+            part = entries.view(split.shards.part_shape(owner))
+            if owner == rank:
+                split.part = part
+            else:
+                _part(split, owner, rank).copy_(part)
 
     return started(backend, end)
-
-
-def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
-    """Take the parts that came in a buffer, each with its owner."""
-    for (split, owner), part in zip(received, flat.split(_sizes(received)), strict=True):
-        shape = split.shards.part_shape(owner)
-        if split.is_scattered:
-            split.part = part.view(shape)
-        else:
-            split.shards.part(_whole(split), owner).copy_(part.view(shape))
 
 
 def _sizes(received: Sequence[tuple[Split, int]]) -> list[int]:
     return [split.shards.numel(owner) for split, owner in received]
 
 
-def _sent(split: Split, other: int) -> Tensor:
-    """Return the part that this rank sends to another, in the dtype of travel."""
-    if split.is_scattered:
-        return split.shards.part(_whole(split), other).to(split.dtype)
-    assert split.part is not None
-    return split.part.to(split.dtype)
+def _part(split: Split, owner: int, rank: int) -> Tensor:
+    """Return the part of an owner: this rank's, or as a view of the whole."""
+    if owner == rank:
+        assert split.part is not None
+        return split.part
+    return split.shards.part(_whole(split), owner)
 
 
 def _whole(split: Split) -> Tensor:

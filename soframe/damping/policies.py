@@ -19,7 +19,7 @@ from soframe.checks.numbers import is_number, require_integer
 from soframe.registry import KINDS, describe, register
 from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver
-from soframe.solvers.relative import Relative
+from soframe.solvers.scaled import Relative
 
 START = 3.0
 """Where the search for a first damping begins."""

@@ -24,7 +24,7 @@ from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update
 from soframe.registry import describe
-from soframe.solvers.relative import Relative
+from soframe.solvers.scaled import Relative
 from soframe.specs import FactorSpec
 from soframe.strategies.work import BlockPlacement
 from soframe.tracing.phases import Phases, Seconds

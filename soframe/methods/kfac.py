@@ -20,7 +20,7 @@ from soframe.methods.foof import FOOF
 from soframe.methods.spectrum import Spectrum, kronecker
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.solvers.rooted import Rooted
+from soframe.solvers.scaled import Rooted
 from soframe.specs import FactorSpec, SecondOrder
 
 

@@ -29,6 +29,7 @@ from soframe.planning.task import Task
 from soframe.solvers.base import Problem, Solver, solve_stacks
 from soframe.specs import VALUE
 from soframe.strategies.placement import Placement
+from soframe.strategies.work import Stacked
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
@@ -83,39 +84,35 @@ class Arithmetic:
 
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
-    directs = defaultdict[int, list[int]](list)  # by rank
+    solves = defaultdict[int, list[Solves]](list)  # by rank
+    directs = defaultdict[int, list[int]](list)
     gathers = defaultdict[int, list[StackFactor]](list)
     holds = defaultdict[int, list[StackFactor]](list)
     for number, stack in enumerate(placement.stacked):
         for index, factor in enumerate(stack.work.factors):
+            key = StackFactor(number, index)
             if factor.captured:
                 for rank in stack.place.contributing(index):
-                    gathers[rank].append(StackFactor(number, index))
+                    gathers[rank].append(key)
                 for rank in stack.place.holding(index):
-                    holds[rank].append(StackFactor(number, index))
+                    holds[rank].append(key)
+            if factor.name not in stack.work.unsolved:
+                for rank, blocks in _owners(placement, stack, index).items():
+                    solves[rank].append(Solves(number, index, blocks))
         for rank in stack.place.gradient_workers:
             directs[rank].append(number)
-    blocks_of = _blocks_of_solves(placement)
     ranks_of: dict[Part, list[int]] = {}
     for rank in range(placement.world_size):
-        solves: list[Solves] = []
-        for (stack_number, factor_number), blocks in sorted(blocks_of[rank].items()):
-            solves.append(Solves(stack_number, factor_number, blocks))
-        part = Part(tuple(solves), tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank]))
+        part = Part(
+            tuple(solves[rank]), tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank])
+        )
         ranks_of.setdefault(part, []).append(rank)
     return ranks_of
 
 
-def _blocks_of_solves(placement: Placement) -> defaultdict[int, Counter[StackFactor]]:
-    """Return by rank the number of blocks that it solves, of each stack and factor."""
-    solves = defaultdict[int, Counter[StackFactor]](Counter)
-    for number, stack in enumerate(placement.stacked):
-        for index, factor in enumerate(stack.work.factors):
-            if factor.name not in stack.work.unsolved:
-                for member in stack.members:
-                    owner = placement.blocks[member].owners[index]
-                    solves[owner][StackFactor(number, index)] += 1
-    return solves
+def _owners(placement: Placement, stack: Stacked, factor: int) -> Counter[int]:
+    """Return how many blocks of a stack have their factor solved by each rank."""
+    return Counter(placement.blocks[member].owners[factor] for member in stack.members)
 
 
 class Costs:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ def build_model(path: str, *, meta: bool = False) -> nn.Module:
             f"{path!r} is neither MODULE:CALLABLE, as in package.models:make_model, nor a workload "
             f"of soframe plan: {', '.join(WORKLOADS)}"
         )
-    target: Any = import_module(module_name)
-    for name in attribute.split("."):
-        if not hasattr(target, name):
-            raise ValueError(f"there is no {attribute!r} in module {module_name!r}")
-        target = getattr(target, name)
+    try:
+        target = attrgetter(attribute)(import_module(module_name))
+    except AttributeError as error:
+        raise ValueError(f"there is no {attribute!r} in module {module_name!r}") from error
     if isinstance(target, nn.Module):
         return target
     return _called(target, path, meta=meta)

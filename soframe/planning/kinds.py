@@ -9,7 +9,8 @@ leads back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -20,77 +21,72 @@ from soframe.registry import KINDS
 Shape = tuple[int, int]  # outputs and inputs of a linear layer
 
 
+SIGNS = {
+    nn.Embedding: "tables",
+    nn.LayerNorm: "norms",
+    nn.RMSNorm: "norms",
+    nn.RNNBase: "recurrence",
+    nn.RNNCellBase: "recurrence",
+}
+"""The signs of classes of torch."""
+
+RULES: tuple[tuple[set[str], set[str], str], ...] = (
+    ({"recurrence"}, {"attention"}, "recurrent"),
+    # Tokens are words, or patches of an image, which meet in attention or between norms.
+    ({"attention", "patches"}, set(), "transformer"),
+    ({"norms", "patches"}, set(), "transformer"),
+    ({"attention"}, {"kernels"}, "transformer"),
+    ({"norms", "tables"}, {"kernels"}, "transformer"),
+    ({"kernels"}, set(), "convolutional"),
+    ({"overlaps"}, set(), "convolutional"),
+    ({"tables"}, set(), "dense"),
+    ({"one output"}, set(), "regression"),
+    (set(), set(), "dense"),
+)
+"""Signs that a kind has, signs that it has not, and the kind; the first that fits counts."""
+
+
 def kind_of(model: nn.Module) -> str:
     """Return the kind of a model: a name of `soframe.Recommendation`."""
-    if _is_mostly_frozen(model):
-        return "adapters"
-    modules = list(model.modules())
-    has_attention = _have_attention(modules)
-    if not has_attention and _have_any(modules, nn.RNNBase, nn.RNNCellBase):
-        return "recurrent"
-    has_patches = _embed_patches(modules)
-    is_convolutional = _is_most_convolutional(model)
-    has_tokens = has_attention or _have_tokens(modules, has_patches=has_patches)
-    if has_tokens and (has_patches or not is_convolutional):
-        return "transformer"
-    if is_convolutional or _overlap(modules):
-        return "convolutional"
-    return _kind_by_outputs(modules)
-
-
-def _kind_by_outputs(modules: Sequence[nn.Module]) -> str:
-    """Return the kind of a dense net by its tables and its last linear layer."""
-    if _have_any(modules, nn.Embedding):
-        return "dense"
-    for module in reversed(modules):
-        if isinstance(module, nn.Linear):
-            return "regression" if module.out_features == 1 else "dense"
-    return "dense"
-
-
-def _is_mostly_frozen(model: nn.Module) -> bool:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return trained < sum(p.numel() for p in model.parameters()) / 2
+    if trained < sum(p.numel() for p in model.parameters()) / 2:
+        return "adapters"
+    signs = _signs(model)
+    kinds = (kind for has, lacks, kind in RULES if has <= signs and signs.isdisjoint(lacks))
+    return next(kinds)
 
 
-def _have_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
-    return any(isinstance(module, classes) for module in modules)
-
-
-def _have_attention(modules: Sequence[nn.Module]) -> bool:
-    has_tokens = _have_any(modules, nn.Embedding) or _have_norms(modules)
-    return any(_attends(module, has_tokens=has_tokens) for module in modules)
-
-
-def _have_tokens(modules: Sequence[nn.Module], *, has_patches: bool) -> bool:
-    return _have_norms(modules) and (has_patches or _have_any(modules, nn.Embedding))
-
-
-def _have_norms(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a module is a layer norm or an RMS norm, torch's or another."""
+def _signs(model: nn.Module) -> set[str]:
+    """Return the signs in the modules of a model by which `RULES` tell its kind."""
+    modules = list(model.modules())
+    signs: set[str] = set()
+    outputs = 0  # of the last linear layer
     for module in modules:
-        if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):
-            return True
-    return _have_any(modules, nn.LayerNorm, nn.RMSNorm)
+        signs |= _signs_of(module)
+        if isinstance(module, nn.Linear):
+            outputs = module.out_features
+    if outputs == 1:
+        signs.add("one output")
+    if _is_most_convolutional(model):
+        signs.add("kernels")
+    if "strides" in signs and "overlaps" not in signs:  # as in a vision transformer
+        signs.add("patches")
+    has_tokens = not signs.isdisjoint(("tables", "norms"))
+    if any(_attends(module, has_tokens=has_tokens) for module in modules):
+        signs.add("attention")
+    return signs
 
 
-def _overlap(modules: Sequence[nn.Module]) -> bool:
-    """Return whether neighbouring outputs of some convolution share inputs."""
-    for module in modules:
-        if isinstance(module, _ConvNd):
-            pairs = zip(module.kernel_size, module.stride, strict=True)
-            if any(kernel > stride for kernel, stride in pairs):
-                return True
-    return False
-
-
-def _embed_patches(modules: Sequence[nn.Module]) -> bool:
-    """Return whether convolutions have strides and none overlap, as in a vision transformer."""
-    longest = 1
-    for module in modules:
-        if isinstance(module, _ConvNd):
-            longest = max(longest, *module.stride)
-    return longest > 1 and not _overlap(modules)
+def _signs_of(module: nn.Module) -> set[str]:
+    signs = {sign for kind, sign in SIGNS.items() if isinstance(module, kind)}
+    if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):  # not torch's alone
+        signs.add("norms")
+    if isinstance(module, _ConvNd):
+        if max(module.stride) > 1:
+            signs.add("strides")
+        if any(map(operator.gt, module.kernel_size, module.stride)):
+            signs.add("overlaps")
+    return signs
 
 
 def _is_most_convolutional(model: nn.Module) -> bool:
@@ -124,51 +120,36 @@ def _attends(module: nn.Module, *, has_tokens: bool) -> bool:
         if len(layers) > 1:
             return False
         shapes += layers
-    # Three equal layers may be a perceptron's.
-    if has_tokens and _are_three_projections(shapes):
-        return True
-    return _have_fused(shapes) or _have_separate(shapes, has_tokens=has_tokens)
+    candidates = _candidates(shapes, has_tokens=has_tokens)
+    return any(itertools.starmap(_are_projections, candidates))
 
 
-def _have_fused(shapes: Sequence[Shape]) -> bool:
-    """Return whether one of some layers makes queries, keys and values, and one leads back."""
+def _candidates(shapes: list[Shape], *, has_tokens: bool) -> Iterator[tuple[list[int], int]]:
+    """Yield the outputs of layers that may be queries, keys and values, and the size of queries."""
+    for index, back in enumerate(shapes):
+        for outs in _led_back(back, shapes[:index] + shapes[index + 1 :], has_tokens=has_tokens):
+            yield outs, back[1]
+    # No layer leads back. Three equal layers may be a perceptron's, but for tokens.
     inputs = {into for _, into in shapes}
-    for (out, into), (width, hidden) in itertools.product(shapes, shapes):
-        # An output that no layer reads unchanged may be split.
-        leads_back = width == into and out not in inputs
-        if leads_back and _are_projections([out], hidden):
-            return True
-    return False
+    if has_tokens and len(shapes) == 3 and len(inputs) == 1:
+        outs = [out for out, _ in shapes]
+        yield outs, max(outs)
 
 
-def _have_separate(shapes: list[Shape], *, has_tokens: bool) -> bool:
-    """Return whether one of some layers leads back, and the others are queries, keys, values."""
-    for index, (width, hidden) in enumerate(shapes):
-        outs = _outs_from(width, shapes[:index] + shapes[index + 1 :])
-        match len(outs):
-            case 2:  # keys and values in one layer are split before they are used
-                is_complete = not {width, hidden}.issuperset(outs)
-            case 3:
-                is_complete = has_tokens
-            case _:
-                is_complete = False
-        if is_complete and _are_projections(outs, hidden):
-            return True
-    return False
-
-
-def _outs_from(width: int, shapes: Sequence[Shape]) -> list[int]:
-    """Return the outputs of layers that all read a width; none if another reads something else."""
-    outs = [out for out, into in shapes if into == width]
-    return outs if len(outs) == len(shapes) else []
-
-
-def _are_three_projections(shapes: Sequence[Shape]) -> bool:
-    """Return whether three layers make queries, keys and values, without a way back."""
-    if len(shapes) != 3:
-        return False
-    outs = _outs_from(shapes[0][1], shapes)
-    return len(outs) == 3 and _are_projections(outs, max(outs))
+def _led_back(back: Shape, layers: list[Shape], *, has_tokens: bool) -> Iterator[list[int]]:
+    """Yield the outputs of layers before attention, if one more layer leads back from it."""
+    width, hidden = back
+    inputs = {hidden} | {into for _, into in layers}
+    outs = [out for out, into in layers if into == width]
+    for out in set(outs).difference(inputs):  # an output that no layer reads may be split
+        yield [out]
+    if len(outs) < len(layers):
+        return
+    if len(outs) == 3 and has_tokens:
+        yield outs
+    # Keys and values in one layer are split before they are used.
+    if len(outs) == 2 and not set(back).issuperset(outs):
+        yield outs
 
 
 def _are_projections(outs: Sequence[int], queries: int) -> bool:

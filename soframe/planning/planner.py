@@ -223,13 +223,11 @@ class Plan:
         if not self.fitting:
             raise ValueError(self.misfit)
         fastest, recommended = self._fastest, self._recommended
-        if recommended is None:
+        # With statistics of fewer samples it is no match for a row of all.
+        if recommended is None or recommended.exact < fastest.exact:
             return fastest
-        if fastest.exact and not recommended.exact:  # it has statistics of fewer samples
-            return fastest
-        if recommended.timing.mean <= CLOSE * fastest.timing.mean:
-            return recommended
-        return fastest
+        is_slower = recommended.timing.mean > CLOSE * fastest.timing.mean
+        return fastest if is_slower else recommended
 
     @property
     def _fastest(self) -> Row:
@@ -570,8 +568,6 @@ def _messages(
     placement: Placement, rank: int, kind: str, local: LocalPlan | None, fused: bool
 ) -> list[tuple[str, list[Message]]]:
     """Return the collectives of a rank in a step of some kind, by phase."""
-    if placement.world_size == 1:
-        return []
     return Step(
         placement.pairs,
         placement.stacks,

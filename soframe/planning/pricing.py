@@ -195,9 +195,9 @@ class Paper:
 
     def price(self, code: Callable[[], object], *, products: str = "float32") -> Priced:
         """Return the cost of some code, with products of float32 in another precision."""
-        with Pricing(self._hardware, products) as pricing:
+        pricing = Pricing(self._hardware, products)
+        with pricing:
             results = code()
             pricing.priced.results = pricing.held
         del results
-        priced: Priced = pricing.priced
-        return priced
+        return pricing.priced

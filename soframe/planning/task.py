@@ -202,13 +202,9 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; ties are kept."""
-    copies: dict[int, Tensor] = {}
-    named: dict[str, Tensor] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in itertools.chain(parameters, model.named_buffers(remove_duplicate=False)):
-        named[name] = copies.setdefault(id(tensor), new(tensor))
-    return named
+    """Return parameters and buffers by name; ``functional_call`` ties the others to these."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: new(tensor) for name, tensor in named}
 
 
 def _sum(output: Any) -> Tensor:

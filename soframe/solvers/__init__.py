@@ -12,8 +12,8 @@ from soframe.solvers.inverse import Inverse
 from soframe.solvers.lazy import Lazy
 from soframe.solvers.newton_schulz import NewtonSchulz
 from soframe.solvers.orthogonal_iteration import OrthogonalIteration
-from soframe.solvers.relative import Relative
 from soframe.solvers.root import Root
+from soframe.solvers.scaled import Relative
 
 __all__ = [
     "Around",

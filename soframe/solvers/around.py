@@ -1,15 +1,12 @@
-"""The base classes of solvers that wrap another solver."""
+"""The base class of solvers that wrap another solver."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from soframe.kernels.devices import along_first
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
 from soframe.specs import Data, FactorSpec, TensorSpec
@@ -50,40 +47,3 @@ class Around(Solver):
 
     def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         return self.solver.apply_right(gradient, right=right, damping=damping)
-
-
-@dataclass(frozen=True)
-class Scaling(Around):
-    """Scales factors before the inner solver solves them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "diagonals", self.solver.diagonals)
-
-    @property
-    def continues(self) -> bool:
-        return self.solver.continues
-
-    @abstractmethod
-    def scaled(self, matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a scaled factor, in new memory, and tensors to be kept beside its data."""
-
-    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        factor, kept = self.scaled(matrix)
-        return {**self.solver.solve(factor, damping), **kept}
-
-    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
-        factor, kept = self.scaled(matrix)
-        return {**self.solver.solve_again(factor, damping, last), **kept}
-
-    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
-        factor, kept = self.scaled(matrix)
-        followed = self.solver.follow(factor, data)
-        if followed is None:
-            return None
-        return {**followed, **kept}
-
-
-def divided(matrix: Tensor, divisor: Tensor) -> Tensor:
-    """Divide matrices, or diagonals ``[groups, n]``, by ``[groups]``; where that is 0 by one."""
-    return matrix / along_first(torch.where(divisor > 0, divisor, 1.0), matrix)

@@ -117,21 +117,8 @@ def _move(
     block.record.solved_at = old.record.solved_at if solved else {}
 
 
-def _is_cut(before: Block, after: Block) -> bool:
-    """Return whether factors are unchanged, or lose only the rows and columns of lost inputs."""
-    if before.shape == after.shape:
-        return True
-    if len(before.factors) != len(after.factors):
-        return False
-    inputs = (before.shape.in_features, after.shape.in_features)
-    for factor, new_factor in zip(before.factors, after.factors, strict=True):
-        if factor.kind != "psd" or factor.groups != new_factor.groups:
-            return False
-        loses_inputs = factor.side == "right" and (factor.size, new_factor.size) == inputs
-        keeps_outputs = factor.side == "left" and factor.size == new_factor.size
-        if not (loses_inputs or keeps_outputs):
-            return False
-    return True
+_REMAINING: dict[tuple[str, ...], slice] = {("weight",): slice(-1), ("bias",): slice(-1, None)}
+"""The columns of ``[weight | bias]`` that remain, by the parameters that do."""
 
 
 def _remaining_columns(old: Block, block: Block) -> slice | None:
@@ -139,17 +126,27 @@ def _remaining_columns(old: Block, block: Block) -> slice | None:
     before, after = old.layout, block.layout
     if before.module is not after.module or describe(old.method) != describe(block.method):
         return None
-    if not _is_cut(old, block):
-        return None
     if set(before.parameters) == set(after.parameters):
         # A parameter of another shape may be in the place of a former one.
         return _ALL if old.shape == block.shape else None
-    if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
+    if not isinstance(before, LayerHelper) or set(before.parameters) != {"weight", "bias"}:
         return None
-    has = set(after.parameters)
-    if not has < set(before.parameters) or set(before.parameters) != {"weight", "bias"}:
+    # Only the matrix of the inputs becomes smaller.
+    sides = _sides(old)
+    if sides is None or sides != _sides(block):
         return None
-    return slice(-1) if "weight" in has else slice(-1, None)
+    return _REMAINING.get(tuple(after.parameters))
+
+
+def _sides(block: Block) -> list[str] | None:
+    """Return the side of each factor; None if some factor is not the matrix of a whole side."""
+    sizes = {"left": block.shape.out_features, "right": block.shape.in_features}
+    sides: list[str] = []
+    for factor in block.factors:
+        if factor.kind != "psd" or factor.size != sizes.get(factor.side):
+            return None
+        sides.append(factor.side)
+    return sides
 
 
 def _left(before: Block, after: Block, columns: slice, name: str, stored: Tensor) -> Tensor:

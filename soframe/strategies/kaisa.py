@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from soframe.checks.numbers import is_part
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, compute_cost, share_out
 from soframe.strategies.base import Strategy
@@ -70,19 +71,10 @@ class HybridOpt(Strategy):
     gradient_workers: float | int = 0.5
 
     def __post_init__(self) -> None:
-        workers = self.gradient_workers
-        is_valid = False
-        match workers:
-            case bool():
-                pass
-            case int():
-                is_valid = workers >= 1
-            case float():
-                is_valid = 0 < workers <= 1
-        if not is_valid:
+        if not is_part(self.gradient_workers):
             raise ValueError(
                 f"HybridOpt: gradient_workers must be a fraction in (0, 1] (float) or a number of "
-                f"ranks (int), not {workers!r}"
+                f"ranks (int), not {self.gradient_workers!r}"
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:

@@ -30,7 +30,6 @@ from soframe.strategies.work import (
     Pairs,
     Stacked,
     Traffic,
-    with_total,
 )
 from soframe.text import alike, format_table
 
@@ -206,8 +205,6 @@ class Placement:
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
-        if self.world_size == 1:
-            return with_total({})
         step = plan.Step(
             self.pairs,
             self.stacks,

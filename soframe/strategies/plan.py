@@ -139,6 +139,8 @@ class Step:
 
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""
+        if len(self.everyone) == 1:
+            return []
         active = _named(self.pairs, self.used)
         observed = _named(active, self.statistics)
         due = _named(active, self.solve)
@@ -286,7 +288,8 @@ class Step:
                 dtype = work.dtype if back else shards.dtype
                 route = Route("all_to_all", place.everyone, None, dtype, work.device)
                 message = Message(route, ITEM_BYTES[dtype] * shards.whole)
-                carried = shards.carried(self.rank, workers, sources)
+                moves = shards.moves(self.rank, workers, sources)
+                carried = sum(shards.numel(move.owner) for move in moves)
                 items.append((message, ITEM_BYTES[dtype] * carried))
         calls: list[Message] = []
         for bucket in in_buckets(items, itemgetter(0)):

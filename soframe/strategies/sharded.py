@@ -27,6 +27,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from soframe.checks.numbers import is_integer
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, memory_cost, share_out
 from soframe.strategies.base import Strategy
@@ -92,7 +93,7 @@ class Sharded(Strategy):
     wire: str | None = None
 
     def __post_init__(self) -> None:
-        if self.group is not None and (isinstance(self.group, bool) or self.group < 1):
+        if self.group is not None and not is_integer(self.group, 1):
             raise ValueError(f"Sharded: group must be a number of ranks or None, not {self.group}")
         if self.wire is not None and self.wire not in ITEM_BYTES:
             known = ", ".join(ITEM_BYTES)

@@ -265,10 +265,8 @@ class BlockPlacement:
     @cached_property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
-        for factor, owner in itertools.product(range(len(self.owners)), self.owners):
-            if not self.holds(owner, factor):
-                return True
-        return False
+        places = itertools.product(self.owners, range(len(self.owners)))
+        return not all(itertools.starmap(self.holds, places))
 
 
 Pairs = Sequence[tuple[BlockWork, BlockPlacement]]  # blocks, each by its work and its place

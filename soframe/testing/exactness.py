@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
-from soframe.methods.base import Given
+from soframe.estimate.updates import Update
 from soframe.preconditioner import Preconditioner
 from soframe.solvers.base import LinAlgError
 from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, flat, sample_gradients
@@ -251,17 +251,10 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
     vectors = vector.split(_sizes(block))
     for (name, parameter), part in zip(block.parameters.items(), vectors, strict=True):
         parts[name] = part.view_as(parameter)
-    matrix = block.layout.pack(parts)
-    step = Given(
-        gradient=matrix,
-        incoming=matrix,
-        data=block.stack.data_of((block.member,)),
-        state=dict(block.state),
-        updates=block.record.updates,
-        solver=block.solver,
-        damping=block.damped_with(preconditioner.damping),
-    )
-    direction = block.layout.unpack(block.method.direct(step).matrix)
+    matrix = block.stack.join([block.layout.pack(parts)])
+    update = Update(block.stack, (block.member,), [block], matrix)
+    update.compute(matrix, preconditioner.damping)
+    direction = update.unpacked()[block]
     return flat(direction[name] for name in block.parameters)
 
 

@@ -72,16 +72,16 @@ class Forward:
                 product = self.expected.hessian_product(output.detach(), tangent)
                 expected.append(count * product)
             return tuple(expected)
-        gradients: list[Tensor] = []
-        vectors: list[Tensor] = []
-        for gradient, tangent in zip(self.gradients, tangents, strict=True):
-            if gradient.requires_grad:  # not if the loss is linear in the output
-                gradients.append(gradient)
-                vectors.append(tangent)
-        if not gradients:
+        # Not if the loss is linear in an output.
+        curved = [gradient.requires_grad for gradient in self.gradients]
+        if not any(curved):
             return tuple(map(torch.zeros_like, tangents))
         products: tuple[Tensor, ...] = torch.autograd.grad(
-            gradients, self.outputs, vectors, retain_graph=True, materialize_grads=True
+            list(itertools.compress(self.gradients, curved)),
+            self.outputs,
+            list(itertools.compress(tangents, curved)),
+            retain_graph=True,
+            materialize_grads=True,
         )
         return products
 

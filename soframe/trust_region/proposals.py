@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -114,9 +115,9 @@ class Proposer:
             if parameter in covered and parameter.grad is not None:
                 rows[index] = -parameter.grad
         solved = self._preconditioner.snapshot()
-        failed: dict[int, bool] = {}
+        failed = defaultdict[int, bool](bool)
         for name, number in self._group_of_blocks().items():
-            failed[number] = failed.get(number, False) or solved[name].failed
+            failed[number] |= solved[name].failed
         parts = self._groups.split(parameters, scaled(rows, shares))
         return Proposal(parts, solved, [failed[number] for number in sorted(failed)])
 

@@ -108,15 +108,16 @@ def test_an_exchange_on_paper_has_the_numbers_that_a_rank_takes() -> None:
 
 
 def test_who_sends_what() -> None:
-    assert ROWS.receivers(0, (2,)) == [2]
-    assert ROWS.receivers(2, (2,)) == []
-    assert ROWS.receivers(3, (2,)) == []  # it has nothing
-    assert ROWS.senders(2, (2,)) == [0, 1]
-    assert COPIES.senders(2, (2,)) == [3]  # of its own copy
-    assert COPIES.receivers(1, (2,)) == []
-    assert ROWS.receivers(2, (2,), (2,) * 4) == [0, 1]  # rank 3 has nothing to get
+    """Parts on their way by owner, sender and receiver."""
+    assert ROWS.moves(0, (2,)) == [(0, 0, 2)]
+    assert ROWS.moves(2, (2,)) == [(0, 0, 2), (1, 1, 2)]
+    assert ROWS.moves(3, (2,)) == []  # it has nothing
+    assert ROWS.moves(1, (2, 0)) == [(1, 1, 2), (1, 1, 0)]
+    assert COPIES.moves(2, (2,)) == [(3, 3, 2)]  # of its own copy
+    assert COPIES.moves(1, (2,)) == []
+    back = (2,) * 4
+    assert ROWS.moves(2, (2,), back) == [(0, 2, 0), (1, 2, 1)]  # rank 3 has nothing to get
+    assert ROWS.moves(1, (2,), back) == [(1, 2, 1)]
     assert not WHOLE.travels((2,))
-    assert WHOLE.receivers(2, (2,), (2,) * 4) == [0, 1, 3]
-    assert ROWS.carried(2, (2,)) == 8
-    assert COLUMNS.carried(1, (2,)) == 2
-    assert COLUMNS.carried(2, (2,), (2,) * 4) == 6
+    assert not WHOLE.moves(2, (2,))
+    assert WHOLE.moves(2, (2,), back) == [(0, 2, 0), (1, 2, 1), (3, 2, 3)]

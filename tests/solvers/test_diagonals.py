@@ -22,7 +22,7 @@ from soframe.solvers import (
     solve_stacks,
 )
 from soframe.solvers.base import mean_trace
-from soframe.solvers.rooted import Rooted
+from soframe.solvers.scaled import Rooted
 from soframe.testing import compare
 from tests.curvature import randn
 
