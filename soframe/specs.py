@@ -142,6 +142,8 @@ class FactorSpec:
 
     def up_to(self, max_size: float) -> FactorSpec:
         """Return this factor, or its diagonal alone if it is a matrix of more rows."""
+        if not max_size >= 1:
+            raise ValueError(f"max_size must be positive, not {max_size!r}")
         if self.kind == "psd" and self.size > max_size:
             return replace(self, kind="diagonal")
         return self

@@ -195,6 +195,15 @@ def test_experts_that_choose_among_the_tokens_of_a_batch() -> None:
     close(curvature.gradients(batch, loss).dense(), expected(model, batch))
 
 
+def test_experts_in_one_parameter_with_as_many_rows_as_samples_are_seen_in_every_batch() -> None:
+    model = Sorted()
+    curvature = soframe.Curvature(model, layers={"experts": Transposed})
+    in_order, others = batch_of(3, positions=3), batch_of(3, positions=3, seed=5)
+    in_order[0][:, :, 0] = torch.arange(9).view(3, 3).T  # each expert has one token of each sample
+    for batch in (in_order, others):
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
 class Turned(nn.Module):
     """Layers that see positions first, ``[T, N, features]``."""
 
@@ -220,7 +229,14 @@ class Ordered(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("build", [Turned, Ordered])
+class OrderedOnce(Ordered):
+    """A layer that sees the samples by their size, and once more as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.inner(x)
+
+
+@pytest.mark.parametrize("build", [Turned, Ordered, OrderedOnce])
 @pytest.mark.parametrize("samples", [4, BASE + 1])
 def test_as_many_rows_as_samples_may_have_another_order(
     build: Callable[[], nn.Module], samples: int
