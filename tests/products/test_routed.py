@@ -249,6 +249,20 @@ def test_as_many_rows_as_samples_may_have_another_order(
         close(curvature.gradients(batch, loss).dense(), expected(model, batch))
 
 
+def test_rows_in_the_order_of_the_batch_are_looked_at_once() -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 2)))
+    curvature, passes = soframe.Curvature(model), list[int]()
+
+    def counted(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+        outputs, value = loss(model, batch)
+        value.register_hook(lambda _: passes.append(len(batch[0])))
+        return outputs, value
+
+    for samples in (1, 5, 6, 7):  # a single sample shows no order
+        curvature.gradients(batch_of(samples), counted)
+    assert passes == [1, 5, 5, 6, 7]
+
+
 @pytest.mark.parametrize("returns_hidden", [False, True])
 def test_a_term_of_hidden_states_leaves_the_order_as_it_is(returns_hidden: bool) -> None:
     model: Any = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
