@@ -195,6 +195,26 @@ def test_experts_that_choose_among_the_tokens_of_a_batch() -> None:
     close(curvature.gradients(batch, loss).dense(), expected(model, batch))
 
 
+class Filtering(nn.Module):
+    """A layer that sees the samples whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = (x[:, 0] > 0).nonzero(as_tuple=True)
+        return x.new_zeros(len(x), 2).index_add(0, rows, self.layer(x[rows]))
+
+
+def test_a_batch_may_be_the_first_in_which_a_layer_lacks_samples() -> None:
+    model = fill(Filtering())
+    curvature = soframe.Curvature(model)
+    for inputs in (randn(5, 3).abs(), randn(5, 3)):
+        batch = inputs, randn(5, 2, seed=1)
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
 def test_experts_in_one_parameter_with_as_many_rows_as_samples_are_seen_in_every_batch() -> None:
     model = Sorted()
     curvature = soframe.Curvature(model, layers={"experts": Transposed})
