@@ -142,6 +142,8 @@ class FactorSpec:
 
     def up_to(self, max_size: float) -> FactorSpec:
         """Return this factor, or its diagonal alone if it is a matrix of more rows."""
+        if not max_size >= 1:
+            raise ValueError(f"max_size must be positive, not {max_size!r}")
         if self.kind == "psd" and self.size > max_size:
             return replace(self, kind="diagonal")
         return self
@@ -309,8 +311,6 @@ class Shards:
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that a rank holds."""
-        if not self.shape:
-            return ()
         sizes = list(self.shape)
         for cut in self._cuts:
             start, stop = cut.ranges[rank]
@@ -319,8 +319,6 @@ class Shards:
 
     def part(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the part of a whole tensor, of as many elements as ``shape``, of a rank."""
-        if not self.shape:
-            return tensor.reshape(())
         part = tensor.reshape(self.shape)
         for cut in self._cuts:
             start, stop = cut.ranges[rank]
@@ -329,11 +327,11 @@ class Shards:
 
     @property
     def _cuts(self) -> tuple[Cut, ...]:
-        return (Cut(self.dim, self.ranges), *self.also)
+        return (Cut(self.dim, self.ranges), *self.also) if self.shape else ()
 
     @classmethod
     def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:
         """Return the shards of a tensor that each of several ranks holds whole."""
-        size = shape[0] if shape else 1
+        size = prod(shape[:1])
         ranges = tuple(itertools.repeat((0, size), ranks))
         return cls(shape, 0, ranges, tuple(range(ranks)), dtype)

@@ -51,6 +51,7 @@ def build(**options: Any) -> soframe.Preconditioner:
         ({"layers": {"(": LinearHelper}}, ValueError, "layers: .* no regular expression"),
         ({"method": {"[": "kfac"}}, ValueError, "method: .* no regular expression"),
         ({"solver": {"*": "eigen"}}, ValueError, "solver: .* no regular expression"),
+        ({"method": KFAC(max_size=0)}, ValueError, "max_size must be positive, not 0"),
         ({"kl_clip": "x"}, ValueError, "kl_clip must be a number"),
         ({"damping": 10**400}, ValueError, "damping must be a number"),
         ({"decay": 1j}, ValueError, "decay must be a number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -467,8 +468,9 @@ def test_a_run_with_parts_that_are_frozen_in_turn_is_resumed(frozen_at_last: int
     assert torch.equal(frozen[0], before)
 
 
+@pytest.mark.parametrize("frozen", [["2.bias", "2.weight"], ["2.bias"]])
 def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded(
-    monkeypatch: pytest.MonkeyPatch,
+    frozen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is said: the thawed part would begin anew."""
     # Frozen parts keep a stack from torch's kernel, which rounds otherwise.
@@ -477,9 +479,11 @@ def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded(
     optimizer = soframe.Optimizer(model, "adamw", lr=0.01)
     expected = kit.train(model, alternate, range(5), optimizer)
     again.load_state_dict(model.state_dict())
-    again[2].requires_grad_(False)
+    for name in frozen:
+        again.get_parameter(name).requires_grad_(False)
     other = soframe.Optimizer(again, "adamw", lr=0.01)
-    with pytest.warns(UserWarning, match=r"of 2\.bias, 2\.weight are not.*freeze them afterwards"):
+    message = f"of {re.escape(', '.join(frozen))} are not.*freeze them afterwards"
+    with pytest.warns(UserWarning, match=message):
         other.load_state_dict(optimizer.state_dict())
     expected = kit.train(model, alternate, [6], optimizer)
     assert torch.equal(kit.train(again, alternate, [6], other), expected)

@@ -39,7 +39,7 @@ class OrthogonalIteration(Eigen):
         follows: Whether eigenvalues are refreshed between solves, see `Eigen`.
 
     Raises:
-        ValueError: If ``iterations`` is not positive.
+        ValueError: If ``iterations`` is not positive, or ``tolerance`` is negative.
     """
 
     iterations: int = 1
@@ -47,6 +47,10 @@ class OrthogonalIteration(Eigen):
 
     def __post_init__(self) -> None:
         require_integer("OrthogonalIteration: iterations", self.iterations, 1)
+        if not self.tolerance >= 0:
+            raise ValueError(
+                f"OrthogonalIteration: tolerance must not be negative, not {self.tolerance!r}"
+            )
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         data = super().solve(matrix, damping)

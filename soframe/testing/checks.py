@@ -712,7 +712,7 @@ def _works(method: Method | str) -> list[list[BlockWork]]:
     models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], list(itertools.repeat((8, 8), 12))]
     works: list[list[BlockWork]] = [[]]
     for sizes in models:
-        backend = Recording(rank=0, world_size=1)
+        backend = Recording()
         preconditioner = Preconditioner(
             nn.Sequential(*itertools.starmap(nn.Linear, sizes)),
             method,

@@ -18,8 +18,9 @@ from tests.distributed.harness import run_ranks
 ROWS = Shards((5, 2), 0, ((0, 2), (2, 4), (4, 5), (5, 5)), (0, 0, 0, 0), "float64")
 COLUMNS = Shards((2, 4), 1, ((0, 1), (1, 2), (2, 3), (3, 4)), (0, 0, 0, 0), "float64")
 COPIES = Shards((3,), 0, ((0, 2), (2, 3), (0, 2), (2, 3)), (0, 0, 1, 1), "float64")
-WHOLE = Shards.none((2,), 4, "float64")
-EVERY = (ROWS, COLUMNS, COPIES, WHOLE)
+WHOLE = Shards.none((2, 3), 4, "float64")
+SCALAR = Shards.none((), 4, "float64")
+EVERY = (ROWS, COLUMNS, COPIES, WHOLE, SCALAR)
 
 
 class Plain(TorchDistributed):
@@ -118,6 +119,8 @@ def test_who_sends_what() -> None:
     back = (2,) * 4
     assert ROWS.moves(2, (2,), back) == [(0, 2, 0), (1, 2, 1)]  # rank 3 has nothing to get
     assert ROWS.moves(1, (2,), back) == [(1, 2, 1)]
+    assert WHOLE.part_shape(2) == (2, 3)
+    assert SCALAR.part_shape(2) == ()
     assert not WHOLE.travels((2,))
     assert not WHOLE.moves(2, (2,))
     assert WHOLE.moves(2, (2,), back) == [(0, 2, 0), (1, 2, 1), (3, 2, 3)]

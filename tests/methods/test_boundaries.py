@@ -108,6 +108,7 @@ BAD: dict[str, list[Any]] = {
     "square_beta": [-0.1, 1.0],
     "start": [0.0],
     "steps": [0],
+    "tolerance": [-0.1, math.nan],
 }
 PARTS = [part for kind in ("method", "solver") for part in soframe.available(kind).values()]
 

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 import soframe
+from soframe.layers.layout import BlockShape
+from soframe.methods import KFAC
+from soframe.methods.spectrum import Spectrum
 from soframe.products.queries import queries_of
+from soframe.specs import SecondOrder
 from tests.products.kinds import KINDS, Batch, Kind, loss
 
 DAMPING = 0.1
@@ -45,6 +49,25 @@ def test_scores_of_a_long_stream_are_those_of_the_dense_inverse(name: str) -> No
         torch.testing.assert_close(scores, (solved[:queries] @ gradients.T).repeat(1, 20))
     own = soframe.influence.self_influence(curvature, data, loss, damping=DAMPING)
     torch.testing.assert_close(own, (solved * gradients).sum(1))
+
+
+class Flipped(KFAC):
+    """K-FAC with its inputs in the opposite order, by a basis."""
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        plain = super().spectrum(shape, data)
+        order = torch.eye(shape.in_features).to(plain.values).flip(-1).unsqueeze(0)
+        return Spectrum(plain.values.flip(-1), plain.left, order)
+
+
+def test_a_method_may_have_a_basis_of_indices() -> None:
+    kind = KINDS["Embedding"]()
+    data = singles(kind)
+    scores: list[Tensor] = []
+    for method in (KFAC(), Flipped()):
+        curvature = soframe.Curvature(kind.model, method).fit(data, loss)
+        scores.append(soframe.influence.scores(curvature, data[:2], data, loss, damping=DAMPING))
+    torch.testing.assert_close(*scores)
 
 
 def test_each_side_is_rotated_back_when_samples_have_cost_as_much() -> None:

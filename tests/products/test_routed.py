@@ -195,6 +195,35 @@ def test_experts_that_choose_among_the_tokens_of_a_batch() -> None:
     close(curvature.gradients(batch, loss).dense(), expected(model, batch))
 
 
+class Filtering(nn.Module):
+    """A layer that sees the samples whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = (x[:, 0] > 0).nonzero(as_tuple=True)
+        return x.new_zeros(len(x), 2).index_add(0, rows, self.layer(x[rows]))
+
+
+def test_a_batch_may_be_the_first_in_which_a_layer_lacks_samples() -> None:
+    model = fill(Filtering())
+    curvature = soframe.Curvature(model)
+    for inputs in (randn(5, 3).abs(), randn(5, 3)):
+        batch = inputs, randn(5, 2, seed=1)
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
+def test_experts_in_one_parameter_with_as_many_rows_as_samples_are_seen_in_every_batch() -> None:
+    model = Sorted()
+    curvature = soframe.Curvature(model, layers={"experts": Transposed})
+    in_order, others = batch_of(3, positions=3), batch_of(3, positions=3, seed=5)
+    in_order[0][:, :, 0] = torch.arange(9).view(3, 3).T  # each expert has one token of each sample
+    for batch in (in_order, others):
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
 class Turned(nn.Module):
     """Layers that see positions first, ``[T, N, features]``."""
 
@@ -220,7 +249,14 @@ class Ordered(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("build", [Turned, Ordered])
+class OrderedOnce(Ordered):
+    """A layer that sees the samples by their size, and once more as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.inner(x)
+
+
+@pytest.mark.parametrize("build", [Turned, Ordered, OrderedOnce])
 @pytest.mark.parametrize("samples", [4, BASE + 1])
 def test_as_many_rows_as_samples_may_have_another_order(
     build: Callable[[], nn.Module], samples: int
@@ -231,6 +267,20 @@ def test_as_many_rows_as_samples_may_have_another_order(
     for number in (1, samples, samples):
         batch = batch_of(number, positions=samples, seed=number)
         close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
+def test_rows_in_the_order_of_the_batch_are_looked_at_once() -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 2)))
+    curvature, passes = soframe.Curvature(model), list[int]()
+
+    def counted(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+        outputs, value = loss(model, batch)
+        value.register_hook(lambda _: passes.append(len(batch[0])))
+        return outputs, value
+
+    for samples in (1, 5, 6, 7):  # a single sample shows no order
+        curvature.gradients(batch_of(samples), counted)
+    assert passes == [1, 5, 5, 6, 7]
 
 
 @pytest.mark.parametrize("returns_hidden", [False, True])

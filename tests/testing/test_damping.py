@@ -124,6 +124,21 @@ class SavesPart(Counting):
         self.now, self.bad = state["now"], 0
 
 
+class SavesNoBeginning(Counting):
+    """The damping that it begins with is not in its state."""
+
+    first = 1.0
+
+    def to_be_measured(self) -> bool:
+        return True
+
+    def begin(self, damping: float) -> None:
+        self.first = damping
+
+    def at(self, step: int) -> float:
+        return self.first * self.now
+
+
 class LoadsPart(Counting):
     """It is as it was, but for what it has heard itself."""
 
@@ -164,6 +179,7 @@ class RestartsInPart(Counting):
         (OfTheClass, "a ratio for the policy changes a copy: they share"),
         (SavesTensors, "'now': tensor.* no plain number"),
         (SavesPart, "a fresh policy that loads the state goes on otherwise, after 1 ratios"),
+        (SavesNoBeginning, "a fresh policy that loads the state goes on otherwise, after 0 ratios"),
         (LoadsPart, "one in use that loads the state goes on otherwise, after 0 ratios"),
         (SavesItself, "a saved state changes"),
         (NeverRestarts, "does not begin anew"),
