@@ -143,7 +143,10 @@ def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _moved(directions: Sequence[Direction]) -> list[bool]:
     """Return for each input whether some direction changes it."""
-    return [any(t is not None for t in tensors) for tensors in zip(*directions, strict=True)]
+    moved: list[bool] = []
+    for tensors in zip(*directions, strict=True):
+        moved.append(any(tensor is not None for tensor in tensors))
+    return moved
 
 
 def _inner_product(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> Tensor:
