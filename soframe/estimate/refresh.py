@@ -173,8 +173,7 @@ class Refresh:
 
     def _turns(self, placed: PlacedBlocks, every: int) -> Mapping[Block, int]:
         """Return the step of the interval at which each block is solved, spread over it."""
-        # The balance is computed once per model and interval: a model that changes has new blocks,
-        # perhaps in an equal placement.
+        # Not by the placement: a model that changes has new blocks, perhaps in an equal one.
         if self._last_turns_for != (placed, every):
             self._last_turns_for = (placed, every)
             numbers = turns(placed.placement, every)

@@ -87,21 +87,17 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    named_parameters = dict(_named_parameters(model, registration.blocks))
+    covered = _named(model, registration.blocks)
     # A model that is on the meta device as a whole can be planned.
-    if not all(parameter.is_meta for parameter in named_parameters.values()):
-        require_materialised(named_parameters.items())
+    if not all(parameter.is_meta for _, parameter in covered):
+        require_materialised(covered)
     return registration
 
 
-def _named_parameters(
-    model: nn.Module, blocks: Sequence[Block]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of blocks with their names, in the order of the model."""
-    members = {id(parameter) for block in blocks for parameter in block.parameters.values()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in members:
-            yield plain_name(name), parameter
+def _named(model: nn.Module, blocks: Sequence[Block]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of blocks with their names in the model."""
+    members = set(map(id, chain.from_iterable([b.parameters.values() for b in blocks])))
+    return [(plain_name(name), p) for name, p in model.named_parameters() if id(p) in members]
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -132,7 +128,7 @@ def require_in(optimizer: Optimizer | None, model: nn.Module, blocks: Sequence[B
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
     optimised = set(map(id, chain.from_iterable(blocks[0].home.groups(optimizer))))
-    named = list(_named_parameters(model, blocks))
+    named = _named(model, blocks)
     missing = [name for name, parameter in named if id(parameter) not in optimised]
     if not missing:
         return
