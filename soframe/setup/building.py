@@ -87,17 +87,17 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    covered = _named(model, registration.blocks)
+    covered = _identities(registration.blocks)
+    parameters = [(name, p) for name, p in named if id(p) in covered]
     # A model that is on the meta device as a whole can be planned.
-    if not all(parameter.is_meta for _, parameter in covered):
-        require_materialised(covered)
+    if not all(parameter.is_meta for _, parameter in parameters):
+        require_materialised(parameters)
     return registration
 
 
-def _named(model: nn.Module, blocks: Sequence[Block]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of blocks with their names in the model."""
-    members = set(map(id, chain.from_iterable([b.parameters.values() for b in blocks])))
-    return [(plain_name(name), p) for name, p in model.named_parameters() if id(p) in members]
+def _identities(blocks: Sequence[Block]) -> set[int]:
+    """Return the identities of the parameters of blocks."""
+    return set(map(id, chain.from_iterable([block.parameters.values() for block in blocks])))
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -128,11 +128,10 @@ def require_in(optimizer: Optimizer | None, model: nn.Module, blocks: Sequence[B
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
     optimised = set(map(id, chain.from_iterable(blocks[0].home.groups(optimizer))))
-    named = _named(model, blocks)
-    missing = [name for name, parameter in named if id(parameter) not in optimised]
+    missing = _identities(blocks) - optimised
     if not missing:
         return
-    if len(missing) == len(named):
+    if missing == _identities(blocks):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -143,7 +142,8 @@ def require_in(optimizer: Optimizer | None, model: nn.Module, blocks: Sequence[B
             "Add it to a parameter group, or skip the module (skip=); where another optimizer has "
             "it, leave optimizer= out"
         )
-    raise ValueError(f"{missing[0]} is not in the given optimizer. {remedy}")
+    name = next(name for name, p in model.named_parameters() if id(p) in missing)
+    raise ValueError(f"{plain_name(name)} is not in the given optimizer. {remedy}")
 
 
 def build(
