@@ -107,6 +107,28 @@ def test_every_block_is_solved_once_in_any_interval(interval: int) -> None:
         assert found[step] == [b for b in every if planned[b] == step % interval]
 
 
+@pytest.mark.parametrize("change", ["frozen and thawed", "replaced", "added"])
+def test_turns_outlast_a_change_of_the_model(change: str) -> None:
+    model = fill(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))))
+    extra = fill(nn.Sequential(nn.Linear(8, 8, bias=False)))
+    with closing(preconditioner(model, solve_every=4, stagger=True)) as own:
+        for step in range(16):
+            if step in (5, 6):
+                match change:
+                    case "frozen and thawed":
+                        model[2].requires_grad_(step == 6)
+                    case "replaced" if step == 5:
+                        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+                    case "added" if step == 5:
+                        model.append(extra)
+            x = randn(6, 8, seed=step)
+            kit.train(model, lambda net, _: net(x).square().mean(), [step], own)  # noqa: B023
+            if step in range(1, 5) or step > 8:
+                found = {b.name for b in own.blocks if b.record.solved_at == {"A": step, "G": step}}
+                turn_of = zip(own.blocks, turns(own.placement, 4), strict=True)
+                assert found == {block.name for block, turn in turn_of if turn == step % 4}
+
+
 def test_unstaggered_solves_all_at_once() -> None:
     _, found = solved(7, solve_every=3)
     assert [len(own) for own in found] == [6, 0, 0, 6, 0, 0, 6]

@@ -34,7 +34,7 @@ class Refresh:
     owed: int = field(default=0, repr=False)
     # The interval of statistics of calls in the window under way, agreed on by all ranks.
     coming: int = field(init=False, repr=False)
-    # The turns of the blocks, and the placement and the interval that they are for.
+    # The turns of the blocks, and the placed blocks and the interval that they are for.
     _last_turns: Mapping[Block, int] = field(default_factory=dict, repr=False)
     _last_turns_for: tuple[object, ...] = field(default=(), repr=False)
     _warned_of: set[tuple[int, int]] = field(default_factory=set, repr=False)
@@ -173,9 +173,9 @@ class Refresh:
 
     def _turns(self, placed: PlacedBlocks, every: int) -> Mapping[Block, int]:
         """Return the step of the interval at which each block is solved, spread over it."""
-        # The balance is computed once per placement and interval.
-        if self._last_turns_for != (placed.placement, every):
-            self._last_turns_for = (placed.placement, every)
+        # Not by the placement: a model that changes has new blocks, perhaps in an equal one.
+        if self._last_turns_for != (placed, every):
+            self._last_turns_for = (placed, every)
             numbers = turns(placed.placement, every)
             self._last_turns = dict(zip(placed.blocks, numbers, strict=True))
         return self._last_turns

@@ -16,6 +16,7 @@ from soframe import combinations
 from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.registration import Choices, Registration
+from soframe.blocks.survey import plain_name
 from soframe.capture.hooks import Capture
 from soframe.checks.warning import warn
 from soframe.comm.agreement import compare_ranks, say_failed
@@ -86,18 +87,17 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    named_parameters = dict(_named_parameters(registration.blocks))
+    covered = _identities(registration.blocks)
+    parameters = [(name, p) for name, p in named if id(p) in covered]
     # A model that is on the meta device as a whole can be planned.
-    if not all(parameter.is_meta for parameter in named_parameters.values()):
-        require_materialised(named_parameters.items())
+    if not all(parameter.is_meta for _, parameter in parameters):
+        require_materialised(parameters)
     return registration
 
 
-def _named_parameters(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of blocks, by the names of their blocks and their own."""
-    for block in blocks:
-        for name, parameter in block.parameters.items():
-            yield f"{block.name}.{name}", parameter
+def _identities(blocks: Sequence[Block]) -> set[int]:
+    """Return the identities of the parameters of blocks."""
+    return set(map(id, chain.from_iterable([block.parameters.values() for block in blocks])))
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -121,18 +121,17 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     return placement
 
 
-def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
+def require_in(optimizer: Optimizer | None, model: nn.Module, blocks: Sequence[Block]) -> None:
     """Raise ValueError if an optimizer lacks a parameter of a block."""
     if optimizer is None or not blocks:
         return
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
     optimised = set(map(id, chain.from_iterable(blocks[0].home.groups(optimizer))))
-    named = list(_named_parameters(blocks))
-    missing = [name for name, parameter in named if id(parameter) not in optimised]
+    missing = _identities(blocks) - optimised
     if not missing:
         return
-    if len(missing) == len(named):
+    if missing == _identities(blocks):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -143,7 +142,8 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
             "Add it to a parameter group, or skip the module (skip=); where another optimizer has "
             "it, leave optimizer= out"
         )
-    raise ValueError(f"{missing[0]} is not in the given optimizer. {remedy}")
+    name = next(name for name, p in model.named_parameters() if id(p) in missing)
+    raise ValueError(f"{plain_name(name)} is not in the given optimizer. {remedy}")
 
 
 def build(
@@ -167,7 +167,7 @@ def build(
 
     try:
         registration = register(model, choices)
-        require_in(parts.optimizer, registration.blocks)
+        require_in(parts.optimizer, model, registration.blocks)
         require_averaged(registration.blocks, parts.gradients)
         placement = placed(strategy)
         parts.stages.require_served(model, registration.blocks)

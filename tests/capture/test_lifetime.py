@@ -179,6 +179,17 @@ def test_a_preconditioner_that_could_not_be_built_has_nothing() -> None:
     precondition(model).close()
 
 
+@pytest.mark.parametrize("method", ["kfac", "soap", "adamw"])
+def test_errors_name_a_parameter_as_the_model_does(method: str) -> None:
+    model = CASE.build()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"^last\.weight is not in the given optimizer"):
+        precondition(model, method=method, optimizer=optimizer)
+    model.last.to("meta")
+    with pytest.raises(ValueError, match=r"parameter last\.weight is on the meta device"):
+        precondition(model, method=method)
+
+
 def test_a_module_that_left_belongs_to_nobody() -> None:
     """Where a model has changed, what it had before may be preconditioned by another."""
     model = CASE.build()
