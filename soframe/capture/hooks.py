@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,12 +75,8 @@ class LayerCall(NamedTuple):
     is_ragged: bool = False
 
 
-class Sink(Protocol):
-    """Receives each complete call, while the backward pass runs."""
-
-    def add(self, call: LayerCall) -> None:
-        """Take a call."""
-
+Sink = Callable[[LayerCall], None]
+"""Receives each complete call, while the backward pass runs."""
 
 Ended = Callable[[frozenset[LayerHelper]], None]
 """Receives the layers that a backward pass of the loss has reached, when it has ended."""
@@ -242,9 +238,7 @@ class Calls:
 class Capture:
     """The hooks on a model's layers."""
 
-    # Receives the complete calls. It has this capture: a strong reference would leave hooks to the
-    # garbage collector, which may run while a dropped curvature's model is copied.
-    sink: weakref.ref[Sink] | None = None
+    sink: Sink | None = None  # receives the complete calls
     ended: Ended | None = None  # receives the layers of each backward pass of the loss
     # The qualified name of each helper's module, for errors.
     names: dict[LayerHelper, str] = field(default_factory=dict)
@@ -298,7 +292,7 @@ class Capture:
 
         The arguments of ``roots``, the model or the stages of a pipeline, show the batch.
         """
-        self.sink, self.rereading, self.alike = weakref.ref(sink), rereading, alike
+        self.sink, self.rereading, self.alike = sink, rereading, alike
         _remove(self._handles)
         self._roots, self._after, self.is_global = {}, [], False
         self.names = dict(names)
@@ -532,12 +526,11 @@ class Capture:
         self, rows: Mapping[ParameterHelper, Tensor], number: int, probe: Probe
     ) -> None:
         """Pass on the rows of single parameters, as calls of layers without inputs."""
-        assert self.sink is not None
-        batch, sink = self.calls.batch, self.sink()
+        batch, sink = self.calls.batch, self.sink
         assert sink is not None
         with torch.no_grad(), within(self.precision):
             for helper, of_samples in rows.items():
-                sink.add(LayerCall(helper, (), of_samples, number, probe, batch, None))
+                sink(LayerCall(helper, (), of_samples, number, probe, batch, None))
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -790,10 +783,8 @@ class Capture:
                     helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
                 )
                 assert self.sink is not None
-                sink = self.sink()
-                assert sink is not None
                 with sharding.shaped(helper.module._parameters.values()):
-                    sink.add(complete)
+                    self.sink(complete)
         except Exception as error:  # of any kind: all ranks raise together
             error.add_note(f"soframe: in the statistics of {self.names.get(helper)!r}")
             self.raise_or_defer(error, helper)

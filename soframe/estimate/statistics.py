@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -101,7 +102,10 @@ class Accumulator:
         self._sharing = _may_share(self._block_of)
         # Layers whose inputs are needed on this rank in the window under way.
         self._reading: set[LayerHelper] = set()
-        self._capture, self._sampler = capture, sampler
+        # The capture has this object. In a circle of strong references its hooks would be left to the
+        # garbage collector, which may run while a model is copied whose curvature was dropped.
+        self._capture: Capture = weakref.proxy(capture)
+        self._sampler = sampler
         self._scale = scale
         self._samples = samples
         self._scale_reader = scale_reader
@@ -117,7 +121,7 @@ class Accumulator:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         alike = _all_contribute(self._placed)
-        self._capture.listen(self, names, self._rereading, alike=alike, roots=roots)
+        self._capture.listen(self.add, names, self._rereading, alike=alike, roots=roots)
 
     def begin(
         self,

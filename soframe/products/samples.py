@@ -232,7 +232,7 @@ def sample_gradients(
     backend = placed.backend if is_sharded else None
     capture = Capture(model=model, precision=precision, backend=backend)
     collected = _Collected(placed.blocks, routing)
-    capture.listen(collected, collected.names, alike=True, roots=[model])
+    capture.listen(collected.add, collected.names, alike=True, roots=[model])
     try:
         with kept(model), torch.enable_grad():
             done = False

@@ -154,17 +154,21 @@ class _Case:
         self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Sequence[Inputs]
     ) -> list[tuple[_Calls, _Exact]]:
         """Return the captured calls of several forward passes, and their samples' gradients."""
-        record = _Record()
+        calls: _Calls = {}
+
+        def sink(call: LayerCall) -> None:
+            calls[call.helper].append((call.inputs, call.gradient))
+
         capture = Capture()
-        capture.listen(record, dict.fromkeys(helpers, "module"), frozenset(helpers), alike=True)
+        capture.listen(sink, dict.fromkeys(helpers, "module"), frozenset(helpers), alike=True)
         outputs = [self._call(module, arguments) for arguments in inputs]
         starts, calls_of = [], []
         for seed, output in enumerate(outputs):
             start = torch.randn(output.shape, dtype=output.dtype, generator=seeded(seed))
-            record.calls = defaultdict(list)
+            calls = defaultdict(list)
             output.backward(start)
             starts.append(start)
-            calls_of.append(record.calls)
+            calls_of.append(calls)
         capture.close()
         results: list[tuple[_Calls, _Exact]] = []
         for arguments, start, seen in zip(inputs, starts, calls_of, strict=True):
@@ -232,16 +236,6 @@ class _Case:
 _Seen = tuple[Inputs, Tensor]
 _Calls = dict[LayerHelper, list[_Seen]]
 _Exact = dict[LayerHelper, list[Tensor]]
-
-
-class _Record:
-    """Keeps the inputs and output gradients of calls."""
-
-    def __init__(self) -> None:
-        self.calls: _Calls = defaultdict(list)
-
-    def add(self, call: LayerCall) -> None:
-        self.calls[call.helper].append((call.inputs, call.gradient))
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:

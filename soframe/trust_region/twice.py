@@ -15,13 +15,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
 
 Direction = Sequence[Tensor | None]
 """One tensor for each parameter; None for zero."""
@@ -97,10 +99,9 @@ def jacobian_products(
     """Return ``J v`` for each of k directions v, with one tensor for each output."""
     moved = _moved(directions)
     ends = [output for output in outputs if output.requires_grad]
-    if not ends or not any(moved):
+    if not ends or not moved:
         return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
-    inputs = list(itertools.compress(inputs, moved))
-    moves = [list(itertools.compress(v, moved)) for v in directions]
+    inputs, moves = _selected(inputs, moved), [_selected(v, moved) for v in directions]
     cotangents = [fixed(end).requires_grad_() for end in ends]
     try:
         with torch.enable_grad():
@@ -141,12 +142,16 @@ def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
     return gradients
 
 
-def _moved(directions: Sequence[Direction]) -> list[bool]:
-    """Return for each input whether some direction changes it."""
-    moved: list[bool] = []
-    for tensors in zip(*directions, strict=True):
-        moved.append(any(tensor is not None for tensor in tensors))
-    return moved
+def _selected(tensors: Sequence[T], indices: Sequence[int]) -> list[T]:
+    return [tensors[index] for index in indices]
+
+
+def _moved(directions: Sequence[Direction]) -> list[int]:
+    """Return the indices of the inputs that some direction changes."""
+    moved: set[int] = set()
+    for direction in directions:
+        moved.update(index for index, tensor in enumerate(direction) if tensor is not None)
+    return sorted(moved)
 
 
 def _inner_product(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> Tensor:
