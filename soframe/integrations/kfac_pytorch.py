@@ -12,7 +12,6 @@ Both assume ``Statistics(scaling="kaisa")``, under which factors and steps equal
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -290,7 +289,6 @@ def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
     """Return the index in kfac-pytorch's patches of each feature of soframe's, ``[size]``."""
     # kfac-pytorch orders channel, row, column of the kernel; soframe puts the channel last.
     shape = (conv.in_channels, *conv.kernel_size)
-    features = math.prod(shape)
-    order = torch.arange(features, device="cpu").view(shape)
-    bias = torch.arange(features, size, device="cpu")  # if the layer has one
+    order = torch.arange(conv.weight.numel() // conv.out_channels, device="cpu").view(shape)
+    bias = torch.arange(order.numel(), size, device="cpu")  # if the layer has one
     return torch.cat([order.permute(1, 2, 0).flatten(), bias])

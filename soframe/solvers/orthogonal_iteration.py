@@ -16,7 +16,7 @@ from torch import Tensor
 
 from soframe.checks.numbers import require_integer
 from soframe.kernels.precision import multiply
-from soframe.registry import register
+from soframe.registry import describe, register
 from soframe.solvers.base import replace_groups, symmetric
 from soframe.solvers.eigen import Eigen, rayleigh
 from soframe.specs import Data
@@ -48,9 +48,7 @@ class OrthogonalIteration(Eigen):
     def __post_init__(self) -> None:
         require_integer("OrthogonalIteration: iterations", self.iterations, 1)
         if not self.tolerance >= 0:
-            raise ValueError(
-                f"OrthogonalIteration: tolerance must not be negative, not {self.tolerance!r}"
-            )
+            raise ValueError(f"{describe(self)}: tolerance must not be negative")
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         data = super().solve(matrix, damping)

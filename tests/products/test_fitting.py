@@ -844,13 +844,14 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
         told.append((*shown, options["initial"]))
         return batches
 
+    curvature = soframe.Curvature(network())  # torch imports a module that looks for tqdm
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=tqdm))
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda shows=terminal: shows)
-        soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)
+        curvature.fit(batches(3, 2), cross_entropy)
     assert told == [("curvature", 2, 0)]
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)
+    curvature.fit(batches(3, 2), cross_entropy)
 
 
 def test_a_doubt_about_the_number_of_terms_names_the_line_that_fits() -> None:
