@@ -304,19 +304,23 @@ def kept(model: nn.Module, trained: Iterable[nn.Parameter]) -> Iterator[None]:
     """Record graphs, and leave gradients and buffers as they were, after an error too."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
+    hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in parameters]
+    hooked = list(map(dict, hooks))
     buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                buffers.append((module, name, buffer, buffer.detach().clone()))
-    for parameter in parameters:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            buffers.append((module, name, buffer, buffer.detach().clone()))
+    for parameter, callbacks in zip(parameters, hooks, strict=True):
         parameter.grad = None
+        callbacks.clear()  # perhaps steps of an optimizer
     try:
         with thawed(trained), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        for callbacks, removed in zip(hooks, hooked, strict=True):
+            callbacks.update(removed)
         with torch.no_grad():
             for module, name, buffer, values in buffers:
                 buffer.copy_(values)

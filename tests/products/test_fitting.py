@@ -758,6 +758,20 @@ def test_layers_that_were_frozen_later_are_covered_still() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_an_optimizer_in_the_backward_pass_takes_no_step() -> None:
+    model, data = network(), batches(5, 4)
+    parameters = list(model.parameters())
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in parameters}
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    curvature = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
+    curvature.gradients(data[0], cross_entropy)
+    torch.testing.assert_close(parameters, list(network().parameters()), rtol=0, atol=0)
+    close(curvature, soframe.Curvature(network(), "ekfac").fit(data, cross_entropy))
+    cross_entropy(model, data[0])[1].backward()
+    assert not torch.equal(parameters[0], next(network().parameters()))
+
+
 def test_parameters_that_were_replaced_are_an_error() -> None:
     model, data = network(), batches(5)
     curvature = soframe.Curvature(model)
