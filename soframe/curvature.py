@@ -33,8 +33,9 @@ from soframe.blocks.survey import plain_name
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
-from soframe.checks.numbers import require_integer
+from soframe.checks.numbers import require_integer, require_numbers
 from soframe.checks.warning import warn
+from soframe.comm.agreement import add_over_ranks, fingerprint, require_common
 from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
 from soframe.damping.policies import check_damping, damping_at
@@ -49,10 +50,8 @@ from soframe.layers.base import LayerHelper
 from soframe.methods.base import Method
 from soframe.methods.scaling import OfMeans, Scale
 from soframe.products.fitting import Fit, LossOf
-from soframe.products.meaning import meaning_of
 from soframe.products.operator import Operator, Spectra, spectra_of
-from soframe.products.routing import Routing
-from soframe.products.samples import SampleGradients, sample_gradients
+from soframe.products.samples import Routing, SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
 from soframe.settings import Distribution, Statistics, flat, group_of
@@ -354,12 +353,16 @@ class Curvature(OfModel):
             The curvature.
 
         Raises:
-            ValueError: If ``every`` is no positive integer, a loss or statistics are not finite
-                (which batch), the loader is empty, or the data do not reach a block; on every rank.
+            ValueError: If ``every`` is no positive integer, it or saving differs between ranks, a
+                loss or statistics are not finite (which batch), the loader is empty or has fewer
+                batches than were counted, or the data do not reach a block; on every rank.
             RuntimeError: If factors could not be solved, or another rank has failed.
         """
+        fitting, backend = self.fitting, self.backend
+        common = {"every": every, "saves": folder is not None}
+        require_common(backend, common, add_over_ranks(backend, fingerprint(common)))
         require_integer("fit: every", every, 1)
-        fitting, self._spectra = self.fitting, None
+        self._spectra = None
         with building.silent(self.parts.model.modules()):
             fitting.run(loader, loss, every, lambda: folder is None or self.save(folder))
         with torch.no_grad():
@@ -456,8 +459,7 @@ class Curvature(OfModel):
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that vectors have, by name, in the order of the model."""
-        shapes = self._coordinates.shapes
-        return {name: p for name, p in self.parts.model.named_parameters() if name in shapes}
+        return self._coordinates.parameters(self.parts.model)
 
     @property
     def _coordinates(self) -> Coordinates:
@@ -467,6 +469,8 @@ class Curvature(OfModel):
         return self._known
 
     def _operator(self, damping: float = 0.0, power: float = 1.0) -> Operator:
+        require_numbers("Curvature", damping=damping)
+        damping = float(damping)
         if not 0 <= damping < math.inf:
             raise ValueError(f"damping must be at least 0 and finite, not {damping!r}")
         if self._fit is None and self._spectra_of != self.steps:
@@ -495,8 +499,9 @@ class Curvature(OfModel):
             loss: As for `fit`.
 
         Raises:
-            ValueError: If a module mixes samples, a row is of several, or ``loss`` returns no
-                outputs ``[samples, ...]`` where rows are not in the order of the batch.
+            ValueError: If a module mixes samples, a row is of several, parameters were replaced
+                since it was built, or ``loss`` returns no outputs ``[samples, ...]`` where rows
+                are not in the order of the batch, or the model is called several times.
         """
         model, precision = self.parts.model, self.parts.precision
         if self._routing is None:
@@ -519,10 +524,15 @@ class Curvature(OfModel):
 
         Returns:
             The folder of the checkpoint, within ``folder``.
+
+        Raises:
+            RuntimeError: If it is not fitted, also after a fit that failed.
         """
         from soframe import checkpoint  # imports DCP
         from soframe.state import durable
 
+        if self._fit is not None and not self._fit.progress.gathering:
+            self._operator()  # raises where it is not fitted
         blocks = {block.name: self.meaning_of(block) for block in self.blocks}
         meaning = json.dumps({"fisher": self.parts.fisher.kind, "blocks": blocks})
         contents = {"curvature": checkpoint.part(self), "meaning": {"text": meaning}}
@@ -530,8 +540,23 @@ class Curvature(OfModel):
         return durable.save_on(ranks, folder, contents, sharded=True, keep=1)
 
     def meaning_of(self, block: Block) -> dict[str, Any]:
-        """Return the meaning of the tensors of a block, as in JSON."""
-        return meaning_of(block, self.names[block], self._fit)
+        """Return the meaning of the tensors of a block, as in JSON; without a fit of training."""
+        meaning: dict[str, Any] = {
+            "parameters": dict(self.names[block]),
+            "matrix": list(block.shape),
+            "bias_column": {"weight", "bias"} <= block.parameters.keys(),
+            "method": describe(block.method),
+        }
+        for factor in block.factors:
+            meaning[factor.name] = {
+                "side": factor.side,
+                "kind": str(factor.kind),
+                "shape": list(factor.shape),
+                "degree": factor.degree,
+                "mean_over": factor.mean_over,
+                "number": None if self._fit is None else self._fit.numbers(block, factor),
+            }
+        return meaning
 
     def load(self, folder: str | os.PathLike[str]) -> Self:
         """Load the last file of `save`; every rank must call.
@@ -558,11 +583,7 @@ class Curvature(OfModel):
 
     @property
     def fitting(self) -> Fit:
-        """The fit under way.
-
-        Raises:
-            RuntimeError: If it is the curvature of a preconditioner.
-        """
+        """The fit under way, which the curvature of a preconditioner lacks."""
         if self._fit is None:
             raise RuntimeError(
                 "this is the curvature of a preconditioner, which has its own statistics: build a "

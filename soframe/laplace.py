@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from soframe.blocks import sharding
+from soframe.checks.numbers import require_integer, require_numbers
 from soframe.curvature import Curvature
 from soframe.losses import SquaredError
 
@@ -42,7 +43,8 @@ class Predictive:
 
     Attributes:
         mean: The outputs, ``[samples, ...]``.
-        covariance: ``[samples, outputs, outputs]``, of the flattened outputs of a sample.
+        covariance: ``[samples, outputs, outputs]``, of the flattened outputs of a sample; in
+            float32 at least.
     """
 
     mean: Tensor
@@ -70,6 +72,7 @@ class Predictive:
         """
         if draws is None:
             return _probabilities(self.mean / (1 + math.pi / 8 * self.variance).sqrt(), 1)
+        require_integer("probabilities: draws", draws, 1)
         values, vectors = torch.linalg.eigh(self.covariance)
         root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
         shape = (draws, *values.shape, 1)
@@ -116,6 +119,7 @@ class Laplace:
     forward: Forward = call
 
     def __post_init__(self) -> None:
+        require_numbers("Laplace", prior_precision=self.prior_precision)
         if not 0 < self.prior_precision < math.inf:
             raise ValueError(
                 f"Laplace: prior_precision must be positive and finite, not "
@@ -160,11 +164,12 @@ class Laplace:
         solution.
 
         Args:
-            residuals: Outputs less targets of all training samples of a regression, of any shape:
-                then the noise is chosen, too. None leaves it.
+            residuals: Outputs less targets of all training samples of a regression, of all ranks,
+                of any shape: then the noise is chosen, too. None leaves it.
 
         Raises:
-            ValueError: If the weights or the curvature are zero, or see `Laplace`.
+            ValueError: If the weights or the curvature are zero, the residuals are not of all
+                samples of the fit, or see `Laplace`.
         """
         square = _square(self.curvature)
         if residuals is None:
@@ -174,6 +179,11 @@ class Laplace:
         if not squares > 0:
             raise ValueError("Laplace: residuals are all zero, and determine no noise")
         values = replace(self, noise=1.0)._values()
+        if number % self.samples > 0:
+            raise ValueError(
+                f"Laplace: {number} residuals are not of the {self.samples:.0f} samples of the "
+                f"fit: pass those of all of them, of all ranks"
+            )
 
         def loss(log_noise: float) -> float:
             """Return minus the evidence at the best precision, but for constants."""
@@ -228,13 +238,14 @@ class Laplace:
         """
         with torch.no_grad():
             mean = self.forward(self.curvature.parts.model, inputs)
-        size = mean[:1].numel()
+        size = mean.shape[1:].numel()
         roots: dict[str, list[Tensor]] = {name: [] for name in self.curvature.parameters}
         for output in range(size):
             gradients = self.curvature.gradients(inputs, self._mean_of(output)).dense()
             for name, rows in self._root(gradients).items():
-                roots[name].append(rows.flatten(1))
-        covariance = mean.new_zeros(len(mean), size, size)
+                roots[name].append(rows.unsqueeze(1).flatten(1))
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        covariance = mean.new_zeros(len(mean), size, size, dtype=dtype)
         for of_outputs in roots.values():
             stacked = torch.stack(of_outputs, 1)  # [samples, outputs, weights]
             covariance += (stacked @ stacked.mT).to(covariance)
@@ -249,8 +260,10 @@ class Laplace:
             generator: The source of randomness, on the device of the model.
 
         Raises:
-            ValueError: If weights are sharded over ranks, by fully_shard or a plan.
+            ValueError: If the number is no positive integer, or weights are sharded over ranks, by
+                fully_shard or a plan.
         """
+        require_integer("Laplace.outputs: number", number, 1)
         sharding.require_whole(self.curvature.parameters.items(), "Laplace.outputs")
         runner = _Runner(self.curvature.parts.model, self.forward)
         outputs = []
@@ -266,7 +279,7 @@ class Laplace:
 
         def loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
             outputs = self.forward(model, inputs)
-            return outputs, outputs.reshape(len(outputs), -1)[:, output].mean()
+            return outputs, outputs.unsqueeze(1).flatten(1)[:, output].mean()
 
         return loss
 
@@ -302,6 +315,7 @@ class _Runner(nn.Module):
 def _require_noise(curvature: Curvature, noise: float) -> float:
     """Return the precision of the squared errors of the fit; raise unless they are its loss."""
     fisher = curvature.parts.fisher
+    require_numbers("Laplace", noise=noise)
     if not 0 < noise < math.inf:
         raise ValueError(f"Laplace: noise must be positive and finite, not {noise!r}")
     if not (fisher.probed and isinstance(fisher.loss, SquaredError)):
@@ -329,15 +343,7 @@ def _effective(values: Tensor, precision: float) -> float:
 
 
 def _best_precision(values: Tensor, square: float) -> float:
-    """Return the prior precision of the largest evidence (MacKay, 1992).
-
-    Args:
-        values: Eigenvalues of the posterior precision without the prior's, not negative.
-        square: The squared norm of the weights.
-
-    Raises:
-        ValueError: If the weights or the curvature are zero.
-    """
+    """Return the prior precision of the largest evidence (MacKay, 1992), of `Laplace._values`."""
     largest = float(values.max())
     if not (square > 0 and largest > 0):
         raise ValueError(

@@ -145,7 +145,7 @@ def _signed(
 
 def heads_of(outputs: Any) -> list[Tensor]:
     """Return the output tensors of a model as a list."""
-    heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    heads = list(outputs) if isinstance(outputs, Sequence) else [outputs]
     if not all(isinstance(head, Tensor) for head in heads):
         raise TypeError(
             f"observe takes the tensors that the loss is of, one or a sequence of them, not "

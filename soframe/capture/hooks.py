@@ -470,13 +470,7 @@ class Capture:
     def sample_rows(
         self, outputs: Any, starts: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
     ) -> dict[ParameterHelper, Tensor]:
-        """Return the gradients of samples in single parameters, ``[samples, entries]``.
-
-        For the arguments see `sample_gradients`.
-
-        Raises:
-            ValueError: If the outputs do not show the samples, or a batch norm mixes them.
-        """
+        """Return the gradients of samples in single parameters, see `sample_gradients`."""
         rows: dict[ParameterHelper, Tensor] = {}
         if not self._parameters:
             return rows
@@ -577,7 +571,7 @@ class Capture:
     ) -> None:
         if self.sink is None:
             return
-        trained = self._tensors_of_call(helper)
+        trained = self.tensors_of_call(helper)
         if trained is None:
             return
         is_recomputed = self._begin_call()
@@ -670,7 +664,7 @@ class Capture:
         )
         return True
 
-    def _tensors_of_call(self, helper: LayerHelper) -> list[nn.Parameter] | None:
+    def tensors_of_call(self, helper: LayerHelper) -> list[nn.Parameter] | None:
         """Return the trained tensors with which a call computes.
 
         None if a tensor has nothing to do with its parameter, so that the call is not captured.

@@ -17,11 +17,7 @@ from soframe.capture.root import common, tensors_in
 
 
 def heads_in(outputs: Any) -> Sequence[Tensor]:
-    """Return the outputs that have a graph, of a dict or dataclass, too.
-
-    Raises:
-        ValueError: If they are DTensors.
-    """
+    """Return the outputs that have a graph, of a dict or dataclass, too."""
     heads = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     if any(map(sharding.is_distributed, heads)):
         raise ValueError(

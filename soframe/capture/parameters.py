@@ -25,22 +25,8 @@ def sample_gradients(
     gradients: Sequence[Tensor] | None,
     most: Callable[[int], int],
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients of samples in the parameters that are in the graph.
-
-    Args:
-        outputs: The outputs of the model, with their graph, which stays.
-        parameters: The parameters with which the model has computed.
-        starts: The tensors from which backward passes start: the loss, or the outputs.
-        gradients: Their gradients; None for ones.
-        most: From the number of samples the number of passes, which ranks may have to make
-            together.
-
-    Returns:
-        By parameter ``[samples, entries]``.
-
-    Raises:
-        ValueError: If the outputs do not show the samples.
-    """
+    """Return the gradients of samples, ``[samples, entries]``, in the parameters of the graph."""
+    # `most` has the number of passes, which ranks may have to make together.
     heads = heads_in(outputs)
     samples = samples_in(heads)
     passes = most(samples)

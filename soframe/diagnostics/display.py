@@ -156,19 +156,23 @@ def spectra(curvature: WithSpectra) -> Figure:
     """Draw the eigenvalues of a fitted `soframe.Curvature` by layer; every rank must call.
 
     The largest of each layer is on the left. Eigenvalues that are zero to rounding are left out;
-    the legend has the part of the trace, and the number of eigenvalues above zero of all.
+    the legend has the part of the trace, and the number of eigenvalues above zero of all. Of many
+    layers it has the twelve with the largest traces.
     """
     from matplotlib.figure import Figure
 
     values_of = {b.name: curvature.eigenvalues(b.name).flip(0) for b in curvature.blocks}
-    trace = sum(float(values.sum()) for values in values_of.values())
+    traces = {name: float(values.sum()) for name, values in values_of.items()}
+    trace, largest = sum(traces.values()), sorted(traces, key=traces.__getitem__)[-12:]
     drawn = Figure(figsize=(7, 4.2), layout="constrained")
     axes = drawn.subplots()
     for number, (name, values) in enumerate(values_of.items()):
         rounding = finfo(values.dtype).eps * float(values[0]) * len(values)
         positive = values[values > rounding]
-        share = float(values.sum()) / trace if trace else 0.0
+        share = traces[name] / trace if trace else 0.0
         label = f"{name or 'model'}: {share:.0%} of the trace, {len(positive)} of {len(values)}"
+        if name not in largest:
+            label = f"_{name}"  # which matplotlib leaves out of the legend
         places = range(1, len(positive) + 1)
         axes.plot(places, positive.tolist(), label=label, **_look(number))
     axes.set(xscale="log", yscale="log", xlabel="number", ylabel="eigenvalue")

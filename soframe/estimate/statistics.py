@@ -102,8 +102,8 @@ class Accumulator:
         self._sharing = _may_share(self._block_of)
         # Layers whose inputs are needed on this rank in the window under way.
         self._reading: set[LayerHelper] = set()
-        # The capture has this object. In a circle of strong references its hooks would be left to the
-        # garbage collector, which may run while a model is copied whose curvature was dropped.
+        # The capture has this object. In a circle of strong references its hooks would be left to
+        # the garbage collector, which may run while the model of a dropped curvature is copied.
         self._capture: Capture = weakref.proxy(capture)
         self._sampler = sampler
         self._scale = scale

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, PlacedBlocks
 from soframe.capture.counting import Samples
-from soframe.capture.fisher import Fisher
+from soframe.capture.fisher import Fisher, heads_of
 from soframe.capture.hooks import Capture
 from soframe.comm.agreement import add_over_ranks, require_no_failure
 from soframe.estimate.solves import Solves
@@ -74,14 +74,14 @@ class Fit:
     def run(
         self, loader: Iterable[Any], loss: LossOf, every: int, reduced: Callable[[], object]
     ) -> None:
-        """Take as many passes over the data as the factors need, and solve after each.
-
-        ``reduced`` is called whenever the factors have the statistics of ``every`` batches more.
-        """
-        if not self.progress.gathering:
-            self._begin_anew()
+        """Take as many passes as the factors need; call ``reduced`` after each window of them."""
+        trained: list[nn.Parameter] = []
+        for block in self._placed.blocks:
+            trained.extend(block.parameters.values())
         try:
-            with kept(self._model), torch.enable_grad():
+            with kept(self._model, trained):
+                if not self.progress.gathering:
+                    self._begin_anew()
                 while gathering := self.progress.gathering or self._wanted():
                     self.progress.gathering = gathering
                     self._pass(loader, loss, every, reduced)
@@ -110,11 +110,7 @@ class Fit:
 
     @property
     def samples(self) -> float:
-        """The number of samples of all data, on all ranks.
-
-        Raises:
-            RuntimeError: If there are none.
-        """
+        """The number of samples of all data, on all ranks."""
         number = 0.0
         for block in self._placed.blocks:
             for factor in block.factors:
@@ -153,6 +149,13 @@ class Fit:
         self, loader: Iterable[Any], loss: LossOf, every: int, reduced: Callable[[], object]
     ) -> None:
         """Take the statistics of the batches that come after the ones which were counted."""
+        batches, unfinished = self._uncounted(loader), True
+        while unfinished:
+            unfinished = self._window(batches, loss, every)
+            reduced()
+
+    def _uncounted(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches that are not counted; errors come in a window, where ranks agree."""
         batches = iter(loader)
         is_later = any(block.solved for block in self._placed.blocks)
         if batches is loader and is_later:
@@ -161,15 +164,15 @@ class Fit:
                 "which is used up: pass a DataLoader or a list"
             )
         counted = self.progress.batches[self._placed.rank]
-        for _ in islice(batches, counted):
-            pass  # counted before the fit was interrupted
-        progress = batches
+        skipped = sum(1 for _ in islice(batches, counted))
+        if skipped < counted:
+            raise ValueError(
+                f"the loader has {skipped} batches, and {counted} were counted before the fit was "
+                f"interrupted: pass the same loader, or build a new Curvature"
+            )
         if self._placed.rank == 0 and sys.stderr.isatty():
-            progress = _shown(batches, loader, counted)
-        unfinished = True
-        while unfinished:
-            unfinished = self._window(progress, loss, every)
-            reduced()
+            batches = _shown(batches, loader, counted)
+        yield from batches
 
     def _window(self, batches: Iterator[Any], loss: LossOf, every: int) -> bool:
         """Take the statistics of some batches; return whether a rank has more."""
@@ -204,7 +207,7 @@ class Fit:
         losses: list[Tensor] = []
         first = self.progress.batches[self._placed.rank]
         for batch in self._together(islice(batches, every)):
-            outputs, value = call_loss(loss, self._model, batch)
+            outputs, value = call_loss(loss, self._model, batch, probed=self._fisher.probed)
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
                 with self._capture.with_parameters(outputs, value):
@@ -280,35 +283,61 @@ class Fit:
             raise RuntimeError(f"the factors of {', '.join(failed)} could not be solved")
 
 
-def call_loss(loss: LossOf, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    """Return the outputs and the mean loss of a batch; raise TypeError for anything else."""
+def call_loss(
+    loss: LossOf, model: nn.Module, batch: Any, *, probed: bool = False
+) -> tuple[Any, Tensor]:
+    """Return the outputs and the mean loss of a batch; raise where none has a graph to start at."""
     match loss(model, batch):
         case (outputs, Tensor() as value) if value.numel() == 1:
-            return outputs, value
+            starts = heads_of(outputs) if probed else [value]
+            if any(start.requires_grad for start in starts):
+                return outputs, value
+            raise ValueError(
+                "loss(model, batch) returns no tensor with a gradient: it calls another model than "
+                "the one that it is given, or under no_grad(), or detaches the outputs"
+            )
     raise TypeError("loss(model, batch) must return (outputs, the mean loss, a scalar)")
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """Leave the gradients and buffers of a model as they were, after an error too."""
+def kept(model: nn.Module, trained: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Record graphs, and leave gradients and buffers as they were, after an error too."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
+    hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in parameters]
+    hooked = list(map(dict, hooks))
     buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                buffers.append((module, name, buffer, buffer.detach().clone()))
-    for parameter in parameters:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            buffers.append((module, name, buffer, buffer.detach().clone()))
+    for parameter, callbacks in zip(parameters, hooks, strict=True):
         parameter.grad = None
+        callbacks.clear()  # perhaps steps of an optimizer
     try:
-        yield
+        with thawed(trained), torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        for callbacks, removed in zip(hooks, hooked, strict=True):
+            callbacks.update(removed)
         with torch.no_grad():
             for module, name, buffer, values in buffers:
                 buffer.copy_(values)
                 module._buffers[name] = buffer
+
+
+@contextmanager
+def thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Train parameters meanwhile, which may have been frozen since they were registered."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def taken(model: nn.Module) -> dict[str, Tensor]:

@@ -53,10 +53,7 @@ def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
 def shared(
     placed: PlacedBlocks, results: Mapping[Block, Tensor], leading: tuple[int, ...] = ()
 ) -> dict[Block, Tensor]:
-    """Return the results ``[*leading, *block.shape]`` of all blocks, from the ranks that have them.
-
-    Every rank must call.
-    """
+    """Return results ``[*leading, *block.shape]`` of all blocks to all ranks, which must call."""
     backend, parcels = placed.backend, dict[Block, Parcel]()
     for block, place in placed:
         worker = place.sources[backend.rank]

@@ -19,46 +19,17 @@ are negligible beside numbers as large: there a pass with ``2^32`` for all sampl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
 from soframe.capture.outputs import changed
 from soframe.kernels.devices import along_first
-from soframe.layers.base import LayerHelper
 
 BASE = 32
 NONE = -1  # the sample of rows without a gradient
-
-
-@dataclass
-class Routing:
-    """The layers whose rows may be of any samples, or have another order than the batch."""
-
-    helpers: set[LayerHelper] = field(default_factory=set)
-    # Whether the order of rows has been looked at; the same on all ranks of a sharded model.
-    is_checked: bool = False
-    keeps_graph: bool = True  # whether further backward passes may follow; likewise
-
-    @classmethod
-    def of(cls, blocks: Iterable[Block]) -> Routing:
-        """Return the layers with `LayerHelper.routes`."""
-        helpers = set[LayerHelper]()
-        for block in blocks:
-            helpers.update(helper for helper in block.helpers if helper.routes)
-        return cls(helpers)
-
-    def keep_graph(self) -> None:
-        """Keep the graph of every batch from now on."""
-        self.keeps_graph = True
-
-    def settle(self, *, keeps_graph: bool) -> None:
-        """Look at the order of rows no longer, but in a model that keeps the graph."""
-        self.is_checked, self.keeps_graph = True, keeps_graph
 
 
 def number_of_digits(samples: int) -> int:
@@ -71,10 +42,7 @@ def number_of_digits(samples: int) -> int:
 
 @contextmanager
 def numbered(heads: Sequence[Tensor], digit: int | None) -> Iterator[None]:
-    """Multiply the gradients of outputs ``[samples, ...]`` by the numbers of a digit.
-
-    None stands for a digit that is zero for all.
-    """
+    """Multiply gradients of outputs by the numbers of a digit; None is zero for all samples."""
 
     def multiply(gradient: Tensor) -> Tensor:
         samples = torch.arange(len(gradient), device=gradient.device)

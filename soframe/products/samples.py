@@ -8,9 +8,9 @@ the backward pass, so that the mean of the gradients is the gradient of the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, PlacedBlocks
+from soframe.capture.counting import Batch
 from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.outputs import heads_in, samples_in
 from soframe.capture.parameters import require_apart
@@ -32,7 +33,6 @@ from soframe.products.fitting import LossOf, call_loss, kept, taken
 from soframe.products.routing import (
     BASE,
     NONE,
-    Routing,
     by_sample,
     digits_of,
     exponents_of,
@@ -83,7 +83,7 @@ class Rows:
             # [vectors, groups, samples * positions, out]
             products = self.right.flatten(1, 2) @ matrices.mT
             by_row: Tensor = (products * self.left.flatten(1, 2)).sum((1, 3))
-            return by_row.view(-1, samples, positions).sum(2)
+            return by_row.view(len(matrices), samples, positions).sum(2)
         return Dense(self.dense()).dot(matrices)
 
 
@@ -234,7 +234,13 @@ def sample_gradients(
     collected = _Collected(placed.blocks, routing)
     capture.listen(collected.add, collected.names, alike=True, roots=[model])
     try:
-        with kept(model), torch.enable_grad():
+        for helper, name in collected.names.items():
+            if capture.tensors_of_call(helper) is None:
+                raise ValueError(
+                    f"the parameters of {name} are not those that the curvature was built with: "
+                    f"build one anew, and fit it or load() into it what was saved"
+                )
+        with kept(model, coordinates.parameters(model).values()):
             done = False
             while not done:  # once more where rows are met that need the graph
                 done = _run_passes(model, loss, batch, capture, collected, backend)
@@ -268,16 +274,17 @@ def _run_passes(
         raise failure
     if failed:
         raise RuntimeError("another rank cannot take the gradients of its samples")
-    if not collected.is_reached:
+    reached = [*collected.parameters, *filter(None, collected.calls.values())]
+    if not reached:
         raise ValueError(
             "no layer has gradients of this batch: loss(model, batch) calls another model than the "
             "one that it is given"
         )
-    if backend is None:
-        collected.take(model)
+    if backend is None and not collected.routing.is_checked:
+        collected.loss_gradient = taken(model)
     for digit in collected.digits(backend):
         if not keeps_graph:
-            collected.routing.keep_graph()
+            collected.routing.keeps_graph = True
             return False
         with collected.numbered(digit):
             value.backward(retain_graph=True)
@@ -307,6 +314,24 @@ def _any(backend: Backend | None, flag: bool) -> bool:
     if backend is None:
         return flag
     return add_over_ranks(backend, [float(flag)])[0] > 0
+
+
+@dataclass
+class Routing:
+    """The layers whose rows may be of any samples, or have another order than the batch."""
+
+    helpers: set[LayerHelper] = field(default_factory=set)
+    # Whether the order of rows has been looked at; the same on all ranks of a sharded model.
+    is_checked: bool = False
+    keeps_graph: bool = True  # whether further backward passes may follow; likewise
+
+    @classmethod
+    def of(cls, blocks: Iterable[Block]) -> Routing:
+        """Return the layers with `LayerHelper.routes`."""
+        helpers = set[LayerHelper]()
+        for block in blocks:
+            helpers.update(helper for helper in block.helpers if helper.routes)
+        return cls(helpers)
 
 
 @dataclass(eq=False)
@@ -353,8 +378,9 @@ class _Collected:
         """Drop all rows, before the backward pass from outputs of the batch."""
         self._heads = heads_in(outputs)
         self.samples = 0
+        self._forward_passes: set[Batch] = set()
         self.loss_gradient: dict[str, Tensor] = {}  # the gradient of the loss, if it is looked at
-        self._calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
+        self.calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
         # The gradients of samples in single parameters, [samples, entries], of the mean loss.
         self.parameters: Mapping[ParameterHelper, Tensor] = {}
         self._is_numbered = False  # whether a pass with numbers is under way
@@ -365,16 +391,6 @@ class _Collected:
         self._ordered: set[LayerHelper] = set()
         self._unclear: set[LayerHelper] = set()
         self._later: dict[LayerHelper, Iterator[_Call]] = {}  # the calls that such a pass repeats
-
-    def take(self, model: nn.Module) -> None:
-        """Take the gradient of the loss from the parameters, if the rows are looked at."""
-        if not self.routing.is_checked:
-            self.loss_gradient = taken(model)
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether any layer was called, or any parameter used."""
-        return len(self.parameters) > 0 or any(self._calls.values())
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""
@@ -398,7 +414,8 @@ class _Collected:
         """Keep the rows of a call, and note whether they are of other samples than the batch."""
         helper, call = call.helper, batch_first(call)
         left, right = self._sides(call)
-        self._calls[helper].append(_Call(left, right))
+        self.calls[helper].append(_Call(left, right))
+        self._forward_passes.add(call.batch)
         size = call.batch.root.size or samples_in(self._heads)
         if size == 0 and not helper.routes:
             size = left.shape[1]
@@ -444,9 +461,9 @@ class _Collected:
         checks = not self.routing.is_checked
         self._routed = self._in_another_order()
         if (checks or self._routed) and 1 < samples_in(self._heads) == self.samples:
-            self._ordered = set(self._calls) - self._routed
+            self._ordered = set(self.calls) - self._routed
         for helper in self._routed | self._ordered:
-            for call in self._calls[helper]:
+            for call in self.calls[helper]:
                 call.samples = torch.zeros_like(call.left[..., 0], dtype=torch.long).flatten(1)
         digit = 0
         while _any(backend, self._needs(digit)):
@@ -457,7 +474,8 @@ class _Collected:
         if _any(backend, len(self._unclear) > 0):
             yield None
         if _any(backend, self.samples > 1):
-            self.routing.settle(keeps_graph=_any(backend, len(self._routed) > 0))
+            self.routing.is_checked = True
+            self.routing.keeps_graph = _any(backend, len(self._routed) > 0)
 
     def _needs(self, digit: int) -> bool:
         """Return whether the samples of rows have a digit that is not known."""
@@ -467,9 +485,14 @@ class _Collected:
 
     def _in_another_order(self) -> set[LayerHelper]:
         """Return the layers of such rows; raise if outputs do not show the samples."""
-        helpers = {helper for helper in self.routing.helpers if self._calls.get(helper)}
+        called = {helper for helper, calls in self.calls.items() if calls}
+        helpers, shown = called & self.routing.helpers, samples_in(self._heads)
+        is_known = self.samples in (1, shown)
+        if len(self._forward_passes) > 1:
+            # They are of micro-batches, or all of the same samples.
+            helpers, self.samples, is_known = called, shown, shown > 0
         for helper in helpers:
-            if self.samples not in (1, samples_in(self._heads)):
+            if not is_known:
                 raise ValueError(
                     f"{self.names[helper]}: the rows of a {type(helper.module).__name__} are not "
                     f"in the order of the batch, and loss(model, batch) does not return the "
@@ -483,13 +506,13 @@ class _Collected:
         """Find a digit of the samples of the rows in the pass under way; see `digits`."""
         self._is_numbered, self._digit = True, digit
         helpers = self._unclear if digit is None else self._routed | self._ordered
-        self._later = {helper: iter(self._calls[helper]) for helper in helpers}
+        self._later = {helper: iter(self.calls[helper]) for helper in helpers}
         # Other ranks may need the pass, and this one not.
         with numbered(self._heads if helpers else (), digit):
             yield
         for helper in self._ordered:
-            if all(call.is_in_order for call in self._calls[helper]):
-                for call in self._calls[helper]:
+            if all(call.is_in_order for call in self.calls[helper]):
+                for call in self.calls[helper]:
                     call.samples = None
             else:
                 self.routing.helpers.add(helper)
@@ -509,7 +532,7 @@ class _Collected:
         rows: list[tuple[Tensor, Tensor]] = []
         lookups: list[tuple[Tensor, Tensor]] = []  # of tables, whose rows of inputs are indices
         for helper in block.helpers:
-            for call in self._calls[helper]:
+            for call in self.calls[helper]:
                 left, right = call.arranged(self.samples)
                 sides = left * self.samples, right
                 calls = rows if right.is_floating_point() else lookups

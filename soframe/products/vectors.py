@@ -46,6 +46,10 @@ class Coordinates:
                 del self.left_out[name]
         self.shapes = {name: p.shape for p, name in name_of.items() if p in covered}
 
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of a model that vectors have, by name, in its order."""
+        return {name: p for name, p in model.named_parameters() if name in self.shapes}
+
     @property
     def size(self) -> int:
         """The number of entries of a vector."""
@@ -111,6 +115,10 @@ class Coordinates:
         leading = self.leading(vector)
         matrices = {}
         for block in self._trained:
+            if 0 in leading:  # from no entries a layout could infer no sizes
+                shape = leading + block.shape
+                matrices[block] = torch.empty(shape, dtype=block.dtype, device=block.device)
+                continue
             names = self.names[block]
             tensors: dict[str, Tensor] = {}
             for key, name in names.items():
@@ -141,7 +149,8 @@ class Coordinates:
     def flat(self, vector: Vector) -> Tensor:
         """Concatenate the entries of vectors ``[..., *shape]``: ``[..., size]``."""
         leading = self.leading(vector)
-        return torch.cat([vector[name].reshape(*leading, -1) for name in self.shapes], -1)
+        rows = [vector[name].reshape(*leading, s.numel()) for name, s in self.shapes.items()]
+        return torch.cat(rows, -1)
 
     def unflat(self, entries: Tensor) -> dict[str, Tensor]:
         """Undo `flat`."""

@@ -245,11 +245,7 @@ class Oracle(torch.optim.SGD):
 def _divided(
     model: nn.Module, blocks: Blocks, parameters: Mapping[str, nn.Parameter]
 ) -> list[list[str]]:
-    """Return the names of the parameters of each block.
-
-    Raises:
-        ValueError: If a trained parameter is in no block or in several, or a name is unknown.
-    """
+    """Return the names of the parameters of each block; raise unless each is in exactly one."""
     if blocks == "all":
         blocks = [list(parameters)]
     elif blocks == "layers":

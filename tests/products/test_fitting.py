@@ -498,6 +498,23 @@ def test_places_are_the_same_words_in_every_process(strategy: str) -> None:
     assert " at 0x" not in curvature.header()["fit"]["places"]
 
 
+def test_a_shorter_loader_than_was_counted_is_an_error(tmp_path: Path) -> None:
+    seen: list[Batch] = []
+
+    def stops(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen.append(batch)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return cross_entropy(model, batch)
+
+    data = batches(5, 4, 3, 2)
+    with pytest.raises(KeyboardInterrupt):
+        soframe.Curvature(network()).fit(data, stops, folder=tmp_path, every=1)
+    curvature = soframe.Curvature(network()).load(tmp_path)
+    with pytest.raises(ValueError, match="has 2 batches, and 3 were counted"):
+        curvature.fit(data[:2], cross_entropy)
+
+
 def test_a_killed_process_resumes_in_another_one(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert process.returncode == -signal.SIGKILL
@@ -613,6 +630,8 @@ def test_faults_of_data_are_errors_with_a_remedy() -> None:
         curvature.trace()
     with pytest.raises(TypeError, match="must return"):
         curvature.fit(batches(3), lambda model, batch: (None, model(batch[0])))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="not fitted"):  # no file of half a fit
+        curvature.save("never")
     with pytest.raises(ValueError, match="pass a DataLoader or a list"):
         soframe.Curvature(network(), "ekfac").fit(generated(), cross_entropy)
     assert curvature.fit(generated(), cross_entropy).trace() > 0
@@ -639,6 +658,9 @@ def test_settings_without_a_meaning_are_refused() -> None:
     curvature = soframe.Curvature(model).fit(batches(3), cross_entropy)
     with pytest.raises(ValueError, match="at least 0"):
         curvature.inverse(-1.0)
+    for damping in ("0.1", None, True, torch.ones(2)):
+        with pytest.raises(ValueError, match="damping must be a number"):
+            curvature.logdet(damping)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'head' is no block; the blocks are 0, 2, 3"):
         curvature.trace("head")
 
@@ -706,6 +728,96 @@ def test_a_loss_returns_outputs_and_a_mean(wrong: str) -> None:
     for call in (lambda: curvature.fit(batches(3), loss), lambda: curvature.gradients(data, loss)):
         with pytest.raises(TypeError, match=r"must return \(outputs, the mean loss, a scalar\)"):
             call()
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+def test_a_loss_without_a_graph_is_an_error(fisher: str) -> None:
+    def detached(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0]).detach()
+        return outputs, nn.functional.cross_entropy(outputs, batch[1])
+
+    curvature, data = soframe.Curvature(network(), statistics=STATISTICS[fisher]), batches(3)
+    for call in (
+        lambda: curvature.fit(data, detached),
+        lambda: curvature.gradients(*data, detached),
+    ):
+        with pytest.raises(ValueError, match="no tensor with a gradient"):
+            call()
+    if fisher == "type-2":
+        with pytest.raises(TypeError, match=r"the tensors that the loss is of.* not NoneType"):
+            curvature.fit(data, lambda model, batch: (None, cross_entropy(model, batch)[1]))
+
+
+def test_layers_that_were_frozen_later_are_covered_still() -> None:
+    model, data = network(), batches(5)
+    curvature = soframe.Curvature(model)
+    wanted = curvature.gradients(data[0], cross_entropy).dense()
+    model.requires_grad_(False)
+    close(curvature.fit(data, cross_entropy), soframe.Curvature(network()).fit(data, cross_entropy))
+    torch.testing.assert_close(curvature.gradients(data[0], cross_entropy).dense(), wanted)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_optimizer_in_the_backward_pass_takes_no_step() -> None:
+    model, data = network(), batches(5, 4)
+    parameters = list(model.parameters())
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in parameters}
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    curvature = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
+    curvature.gradients(data[0], cross_entropy)
+    torch.testing.assert_close(parameters, list(network().parameters()), rtol=0, atol=0)
+    close(curvature, soframe.Curvature(network(), "ekfac").fit(data, cross_entropy))
+    cross_entropy(model, data[0])[1].backward()
+    assert not torch.equal(parameters[0], next(network().parameters()))
+
+
+def test_parameters_that_were_replaced_are_an_error() -> None:
+    model, data = network(), batches(5)
+    curvature = soframe.Curvature(model)
+    curvature.gradients(data[0], cross_entropy)
+    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match=r"parameters of 0, 2, 3 are not those.*anew"):
+        curvature.gradients(data[0], cross_entropy)
+
+
+def test_a_fit_in_inference_mode_is_one_outside() -> None:
+    model, data = network(), batches(5, 4)
+    alone = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
+    with torch.inference_mode():
+        curvature = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
+        gradients = curvature.gradients(data[0], cross_entropy).dense()
+    close(curvature, alone)
+    wanted = alone.gradients(data[0], cross_entropy).dense()
+    torch.testing.assert_close(gradients, wanted)
+
+
+def test_no_vectors_have_no_products() -> None:
+    model, data = network(), batches(5)
+    curvature = soframe.Curvature(model).fit(data, cross_entropy)
+    none = {name: p.new_empty(2, 0, *p.shape) for name, p in model.named_parameters()}
+    for operator in (curvature, curvature.inverse(0.1).sqrt()):
+        torch.testing.assert_close(operator @ none, none)
+    gradients = curvature.gradients(data[0], cross_entropy)
+    assert gradients.dot(none).shape == (2, 0, 5)
+    operator = curvature.to_scipy()
+    assert (operator @ torch.empty(operator.shape[0], 0).numpy()).shape == (operator.shape[0], 0)
+
+
+def test_a_batch_without_samples_has_no_scores() -> None:
+    def total(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        value = nn.functional.cross_entropy(outputs, batch[1], reduction="sum")
+        return outputs, value / max(1, len(outputs))
+
+    curvature, data = soframe.Curvature(network(), "ekfac"), batches(5, 0, 3)
+    curvature.fit(data, total)
+    close(curvature, soframe.Curvature(network(), "ekfac").fit(data[::2], total))
+    query = [tuple(tensor[:1] for tensor in data[0])]
+    scores = soframe.influence.scores(curvature, query, data, total, damping=0.1)
+    wanted = soframe.influence.scores(curvature, query, data[::2], total, damping=0.1)
+    torch.testing.assert_close(scores, wanted)
 
 
 def test_gradients_of_another_model_are_an_error() -> None:

@@ -302,6 +302,48 @@ def test_a_last_layer_and_inputs_of_several_tensors() -> None:
     assert laplace.outputs({"x": inputs}, 2).shape == (2, 6, 3)
 
 
+def test_no_inputs_have_no_predictions() -> None:
+    data = batches(6)
+    laplace = Laplace(soframe.Curvature(network()).fit(data, cross_entropy))
+    predictive = laplace.predictive(data[0][0][:0])
+    assert predictive.probabilities().shape == (0, 3)
+    assert predictive.covariance.shape == (0, 3, 3)
+    assert laplace.sample(0)["0.weight"].shape == (0, 4, 3)
+
+
+def test_a_parameter_without_dimensions_has_a_variance() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(3, 3), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.inner(x)
+
+    model, data = fill(Scaled()), batches(6)
+    curvature = soframe.Curvature(model, "diagonal", auxiliary="diagonal").fit(data, cross_entropy)
+    predictive = Laplace(curvature, PRIOR).predictive(data[0][0])
+    diagonal = curvature @ {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    wanted = torch.zeros(6, 3).double()
+    for name, rows in jacobians(model, data[0][0]).items():
+        variance = 1 / (6 * diagonal[name] + PRIOR)
+        wanted += (rows.square() * variance).reshape(6, 3, -1).sum(2)
+    torch.testing.assert_close(predictive.variance, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_variances_of_half_models_are_in_float32(dtype: torch.dtype) -> None:
+    (inputs, labels) = batches(40)[0]
+    model = network().to(dtype)
+    laplace = Laplace(soframe.Curvature(model).fit([(inputs.to(dtype), labels)], cross_entropy))
+    predictive, whole = laplace.predictive(inputs.to(dtype)), network()
+    curvature = soframe.Curvature(whole).fit([(inputs, labels)], cross_entropy)
+    assert predictive.covariance.dtype == torch.float32
+    assert predictive.probabilities(draws=2).isfinite().all()
+    wanted = Laplace(curvature).predictive(inputs).variance.float()
+    torch.testing.assert_close(predictive.variance, wanted, rtol=0.1, atol=0)
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -327,6 +369,18 @@ def test_errors_have_a_remedy() -> None:
             parameter.zero_()
     with pytest.raises(ValueError, match="weights or the curvature are zero"):
         Laplace(curvature).optimised()
+    for prior in ("1", None, torch.ones(2)):
+        with pytest.raises(ValueError, match="prior_precision must be a number"):
+            Laplace(curvature, prior)  # type: ignore[arg-type]
+    laplace = Laplace(curvature)
+    with pytest.raises(ValueError, match="draws must be at least 1"):
+        laplace.predictive(data[0][0]).probabilities(draws=0)
+    with pytest.raises(ValueError, match="number must be at least 1"):
+        laplace.outputs(data[0][0], 0)
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    squares = soframe.Curvature(network(), statistics=statistics).fit(data, cross_entropy)
+    with pytest.raises(ValueError, match="9 residuals are not of the 6 samples"):
+        Laplace(squares).optimised(torch.ones(3, 3))
     preconditioner = soframe.Preconditioner(model, layers="all")
     with pytest.raises(RuntimeError, match="curvature of a preconditioner"):
         Laplace(preconditioner.curvature)

@@ -113,6 +113,37 @@ def test_all_ranks_raise_the_error_of_one() -> None:
     assert all("the loss of batch 0 " in summary for summary in summaries)
 
 
+def fails_at_once(rank: int, ranks: int, folder: str) -> list[str]:
+    """Return the errors of fits in which one rank alone has a fault."""
+    data, messages = batches(5, 4, 6), list[str]()
+    mine = [data[number] for number in SHARES[rank]]
+
+    def broken() -> Any:
+        raise OSError("disk full")
+        yield
+
+    loaders: list[Any] = [iter(mine) if rank == 1 else mine, broken() if rank == 1 else mine]
+    for loader in loaders:
+        with pytest.raises((ValueError, RuntimeError, OSError)) as raised:
+            soframe.Curvature(network(), "ekfac").fit(loader, cross_entropy)
+        messages.append(str(raised.value))
+    options: list[dict[str, Any]] = [{"every": 1 + rank}, {"folder": folder if rank == 0 else None}]
+    for option in options:
+        with pytest.raises(ValueError, match="must be the same on every rank") as unlike:
+            soframe.Curvature(network(), "ekfac").fit(mine, cross_entropy, **option)
+        messages.append(str(unlike.value))
+    curvature = soframe.Curvature(network(), strategy="sharded").fit(mine, cross_entropy)
+    none = {n: p.new_empty(0, *p.shape) for n, p in curvature.parameters.items()}
+    torch.testing.assert_close(curvature @ none, none)
+    return messages
+
+
+def test_no_rank_waits_for_one_that_cannot_fit(tmp_path: Path) -> None:
+    for messages in run_ranks(fails_at_once, 2, str(tmp_path)):
+        words = "pass a DataLoader or a list", "disk full", "every", "saves"
+        assert all(word in text for word, text in zip(words, messages, strict=True))
+
+
 def goes_on(rank: int, ranks: int, folder: str) -> Any:
     model, data = network(), batches(5, 4, 6)
     mine = [data[number] for number in SHARES[rank]]

@@ -339,6 +339,42 @@ def test_rows_are_in_order_where_their_numbers_overflow() -> None:
     close(result, expected(model, batch), 0.01)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_micro_batches_within_a_loss_are_of_their_samples(size: int) -> None:
+    """Each is a forward pass, of as many samples or of fewer in the last one."""
+    model, batch = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), batch_of(4)
+
+    def in_parts(layers: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        outputs = torch.cat([layers(part) for part in inputs.split(size)])
+        return outputs, (outputs - targets).square().flatten(1).sum(1).mean() / 2
+
+    curvature = soframe.Curvature(model)
+    for _ in range(2):  # the first batch looks at the order of rows
+        close(curvature.gradients(batch, in_parts).dense(), expected(model, batch))
+    close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+    with pytest.raises(ValueError, match="does not return the outputs that the loss is of"):
+        curvature.gradients(batch, lambda layers, batch: (None, in_parts(layers, batch)[1]))
+
+
+def test_two_views_of_each_sample_add_up() -> None:
+    model: Any = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    views = randn(4, 3), randn(4, 3, seed=1)
+
+    def apart(layers: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+        outputs = layers(batch[0]), layers(batch[1])
+        return outputs, (outputs[0] - outputs[1]).square().sum(1).mean()
+
+    found = soframe.Curvature(model).gradients(views, apart).dense()
+    for number in range(4):
+        _, value = apart(model, [view[number : number + 1] for view in views])
+        wanted = torch.autograd.grad(value, list(model.parameters()))
+        close(
+            {name: rows[number] for name, rows in found.items()},
+            dict(zip(found, wanted, strict=True)),
+        )
+
+
 def test_predictions_of_experts_have_the_jacobians_of_autograd() -> None:
     for name in NAMES:
         kind = KINDS[name]()
