@@ -583,7 +583,11 @@ class Curvature(OfModel):
 
     @property
     def fitting(self) -> Fit:
-        """The fit under way, which the curvature of a preconditioner lacks."""
+        """The fit under way.
+
+        Raises:
+            RuntimeError: If it is the curvature of a preconditioner.
+        """
         if self._fit is None:
             raise RuntimeError(
                 "this is the curvature of a preconditioner, which has its own statistics: build a "

@@ -286,7 +286,7 @@ class Shards:
     def moves(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[Move]:
         """Return the parts that a rank sends or receives on their way to workers, or back.
 
-        There, each worker that lacks parts gets those of its copy. ``back`` has for each rank the
+        There, each worker gets the parts of its copy that it lacks. ``back`` has for each rank the
         worker that sends it its part; it is empty on the way there.
         """
         moves = [Move(r, source, r) for r, source in enumerate(back) if rank in (r, source)]

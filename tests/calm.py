@@ -61,7 +61,7 @@ BOUNDS: dict[str, dict[str, float]] = {
         "comprehensions": 34.5,
         "nested": 0.0,
         "conditional": 12.3,
-        "booleans": 31.1,
+        "booleans": 31.2,
         "starred": 7.6,
         "pronouns": 0.2,
         "repeated": 0.1,

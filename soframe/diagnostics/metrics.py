@@ -82,7 +82,7 @@ class Measuring:
     ) -> None:
         """Keep the numbers of a step, before its gradients are overwritten."""
         norms = None
-        if self.norms and finite:  # those of updates that are discarded are not measured
+        if self.norms and finite:  # discarded updates are not measured
             norms = measure(blocks, gradients, updates)
         self.last = Taken(plan, finite, factors, norms)
 

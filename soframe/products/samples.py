@@ -321,9 +321,9 @@ class Routing:
     """The layers whose rows may be of any samples, or have another order than the batch."""
 
     helpers: set[LayerHelper] = field(default_factory=set)
-    # Whether the order of rows has been looked at; the same on all ranks of a sharded model.
-    is_checked: bool = False
-    keeps_graph: bool = True  # whether further backward passes may follow; likewise
+    # Both are the same on all ranks of a sharded model.
+    is_checked: bool = False  # whether the order of rows has been looked at
+    keeps_graph: bool = True  # whether further backward passes may follow
 
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> Routing:
