@@ -113,3 +113,22 @@ def test_spectra_are_the_eigenvalues_by_layer() -> None:
         assert line.get_ydata() == pytest.approx(values[: len(line.get_ydata())].tolist())  # type: ignore[arg-type]
         share = curvature.trace(name) / curvature.trace()
         assert str(line.get_label()).startswith(f"{name}: {share:.0%} of the trace, ")
+
+
+def test_a_figure_of_many_spectra_names_the_largest() -> None:
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(20)]
+    for number, layer in enumerate(layers):
+        nn.init.constant_(layer.weight, 1 + number / 20)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = model(batch)
+        return outputs, outputs.square().mean()
+
+    curvature = soframe.Curvature(nn.Sequential(*layers)).fit([torch.ones(2, 1)], loss)
+    axes = measured.spectra(curvature).axes[0]
+    assert len(axes.lines) == 20
+    legend = axes.get_legend()
+    assert legend is not None
+    traces = {str(number): curvature.trace(str(number)) for number in range(20)}
+    largest = sorted(traces, key=lambda name: -traces[name])[:12]
+    assert {text.get_text().split(":")[0] for text in legend.get_texts()} == set(largest)
