@@ -178,9 +178,9 @@ class TrustRegion(ClosureOptimizer):
 
         Args:
             closure: Runs the model on a batch, once, and returns the loss, a scalar that depends on
-                the parameters through the model's outputs alone; ``loss.backward()`` does nothing
-                in it. For micro-batches a list of closures whose losses add up to the batch's
-                (``loss / len(closures)`` for means; ``loss * n / N`` for n of N samples).
+                the parameters through the model's outputs alone; it does not call ``backward``. For
+                micro-batches a list of closures whose losses add up to the batch's (``loss /
+                len(closures)`` for means; ``loss * n / N`` for n of N samples).
 
         Returns:
             The loss before the update, averaged over ranks, in float64.

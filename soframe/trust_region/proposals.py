@@ -45,7 +45,7 @@ class Proposer:
         """Damp the blocks before the preconditioner's step; ``start`` is the policy's damping."""
         self._start = start
         if self.covered() <= set(self._groups.numbers):  # else the step replaces these blocks
-            self._preconditioner.damp(self._of_blocks(self._dampings()))
+            self._damp(self._dampings())
 
     def propose(self, batch: Batch, shares: Sequence[float], step: int) -> list[Proposal]:
         """Return the preconditioner's update, and a second proposal if a trial is due."""
@@ -89,7 +89,7 @@ class Proposer:
             if is_taken:
                 solved[name] = trial.solved[name]
         self._preconditioner.restore(solved)
-        self._preconditioner.damp(self._of_blocks(self._dampings()))  # in force from now on
+        self._damp(self._dampings())  # in force from now on
         return parts, model
 
     def covered(self) -> set[nn.Parameter]:
@@ -103,7 +103,7 @@ class Proposer:
     def _again(self, batch: Batch, shares: Sequence[float], dampings: Sequence[float]) -> Proposal:
         for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
             parameter.grad = gradient.clone()
-        self._preconditioner.damp(self._of_blocks(dampings))
+        self._damp(dampings)
         self._preconditioner.propose()
         return self._proposal(batch, shares)
 
@@ -119,6 +119,9 @@ class Proposer:
             failed[number] = failed.get(number, False) or solved[name].failed
         parts = self._groups.split(parameters, scaled(rows, shares))
         return Proposal(parts, solved, [failed[number] for number in sorted(failed)])
+
+    def _damp(self, dampings: Sequence[float]) -> None:
+        self._preconditioner.damp(self._of_blocks(dampings))
 
     def _dampings(self) -> list[float]:
         """Return the damping of each layer group with blocks."""

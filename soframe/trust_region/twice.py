@@ -59,7 +59,7 @@ _PLAIN: dict[Any, _Kernels] = {
 
 
 class PlainKernels(TorchFunctionMode):
-    """A closure's context: plain kernels for fused ones without a second derivative."""
+    """A context that replaces fused kernels without a second derivative by plain ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +71,6 @@ class PlainKernels(TorchFunctionMode):
     ) -> Any:
         self.differentiates |= func is torch.autograd.grad
         options = {} if kwargs is None else kwargs
-        if func is Tensor.backward:  # the step has a backward pass of its own
-            return None
         kernels = _PLAIN.get(func)
         if kernels is None:
             return func(*args, **options)

@@ -92,31 +92,6 @@ def hold_exact(
     return own
 
 
-@pytest.mark.parametrize("kind", ["adaptive", "full batch"])
-@pytest.mark.parametrize("backward", ["backward()", "retain_graph=True", "micro-batches"])
-def test_a_closure_may_call_backward_as_for_torch(kind: str, backward: str) -> None:
-    """The step has a backward pass of its own."""
-    weights = []
-    for calls_backward in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        own = soframe.TrustRegion(model, "mse", full_batch=kind == "full batch")
-        parts = INSIDE.chunk(2) if backward == "micro-batches" else (INSIDE,)
-
-        def closure(x: Tensor) -> Tensor:
-            loss = model(x).square().mean() / len(parts)  # noqa: B023
-            if calls_backward and backward != "micro-batches":  # noqa: B023
-                own.zero_grad()  # noqa: B023
-            if calls_backward:  # noqa: B023
-                loss.backward(retain_graph=backward == "retain_graph=True")
-            return loss
-
-        for _ in range(4):
-            own.step([lambda x=x: closure(x) for x in parts])
-        weights.append(vector(model))
-    assert torch.equal(*weights)
-
-
 # -- several calls ---------------------------------------------------------------------------
 
 INSIDE, EDGE = randn(8, 3), randn(3, 3, seed=1)
