@@ -275,6 +275,9 @@ class Preconditioner(OfModel):
         Args:
             dampings: Block name -> damping, the same on every rank; see `blocks`. They are part of
                 the state, and outlast a freeze of their layers.
+
+        Raises:
+            ValueError: If there is no such block, or a damping is negative or not finite.
         """
         self.curvature.damp(dampings)
 

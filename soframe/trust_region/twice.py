@@ -59,7 +59,7 @@ _PLAIN: dict[Any, _Kernels] = {
 
 
 class PlainKernels(TorchFunctionMode):
-    """A context that replaces fused kernels without a second derivative by plain ones."""
+    """A closure's context: plain kernels for fused ones without a second derivative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +70,11 @@ class PlainKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.differentiates |= func is torch.autograd.grad
+        if func is Tensor.backward:
+            raise RuntimeError(
+                "a closure of a trust region calls backward(): leave it out, and return the loss, "
+                "since the step has a backward pass of its own"
+            )
         options = {} if kwargs is None else kwargs
         kernels = _PLAIN.get(func)
         if kernels is None:

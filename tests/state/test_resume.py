@@ -420,6 +420,22 @@ def test_dampings_of_single_blocks_are_resumed(sharded, tmp_path):
         assert torch.equal(gradient, expected)
 
 
+@pytest.mark.parametrize(
+    ("dampings", "message"),
+    [
+        ({"1": 1.0}, "no block '1'"),
+        ({"0": -1.0}, "at least 0"),
+        ({"0": float("nan")}, "at least 0"),
+        ({"0": "0.1"}, "a number"),
+    ],
+)
+def test_dampings_of_no_block_or_out_of_range_are_refused(dampings, message):
+    _, own = damped()
+    with pytest.raises(ValueError, match=message):
+        own.damp({"2": 3.0} | dampings)
+    assert [block.damped_with(own.damping) for block in own.blocks] == [own.damping] * 2
+
+
 def test_a_state_without_dampings_is_of_an_earlier_version():
     model, own = damped()
     kit.train(model, squares, [0], own)

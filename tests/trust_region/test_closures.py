@@ -369,3 +369,19 @@ def test_a_term_beside_the_output_of_one_function_with_it_is_refused(kind: str) 
     with pytest.raises(RuntimeError, match="other than through the model's output"):
         own.step(lambda: F.mse_loss(model(x), x[:, :2]) + model.kept.square().mean())
     own.step(lambda: F.mse_loss(model(x), x[:, :2]))
+
+
+@pytest.mark.parametrize("optimizer", [soframe.TrustRegion, soframe.StochasticTrustRegion])
+def test_a_closure_that_calls_backward_is_refused(optimizer: Any) -> None:
+    """Torch's own error proposes retain_graph=True, which would add to the step's gradients."""
+    model = fill(nn.Linear(3, 2).double())
+    before = model.weight.detach().clone()
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(model(randn(4, 3)), torch.tensor([0, 1, 1, 0]))
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(RuntimeError, match="leave it out, and return the loss"):
+        optimizer(model, "cross-entropy").step(closure)
+    assert torch.equal(model.weight, before)
