@@ -374,7 +374,7 @@ class _Collected:
     @property
     def is_reached(self) -> bool:
         """Whether any layer was called, or any parameter used."""
-        return len(self.parameters) > 0 or any(self._calls.values())
+        return bool(self.parameters) or any(self._calls.values())
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""
