@@ -725,14 +725,7 @@ class Curvature(OfModel):
         return not captured or any(block.mass > 0 for block in captured)
 
     def damp(self, dampings: Mapping[str, float]) -> None:
-        """Set dampings of single blocks from now on; see `Preconditioner.damp`."""
-        known = self.dampings.keys() | {block.name for block in self.blocks}
-        for name, damping in dampings.items():
-            if name not in known:
-                raise ValueError(f"damp: there is no block {name!r}, see preconditioner.blocks")
-            require_numbers(f"damp: {name}", damping=damping)
-            if not 0 <= damping < math.inf:
-                raise ValueError(f"damp: {name}: {damping!r} is not at least 0 and finite")
+        """Set dampings of single blocks from now on; they outlast a freeze of their layers."""
         self.dampings.update(dampings)
         for block in self.blocks:
             if block.name in dampings:

@@ -11,6 +11,7 @@ Two lines add it to a training script::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
@@ -23,6 +24,7 @@ from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
 from soframe.checks.arguments import require_known
+from soframe.checks.numbers import require_numbers
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
@@ -279,6 +281,13 @@ class Preconditioner(OfModel):
         Raises:
             ValueError: If there is no such block, or a damping is negative or not finite.
         """
+        known = self.curvature.dampings.keys() | {block.name for block in self.blocks}
+        for name, damping in dampings.items():
+            if name not in known:
+                raise ValueError(f"damp: there is no block {name!r}, see preconditioner.blocks")
+            require_numbers(f"damp: {name}", damping=damping)
+            if not 0 <= damping < math.inf:
+                raise ValueError(f"damp: {name}: {damping!r} is not at least 0 and finite")
         self.curvature.damp(dampings)
 
     @torch.no_grad()

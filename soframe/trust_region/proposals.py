@@ -122,7 +122,7 @@ class Proposer:
         return Proposal(parts, solved, [failed[number] for number in sorted(failed)])
 
     def _damp(self, dampings: Sequence[float]) -> None:
-        self._preconditioner.damp(self._of_blocks(dampings))
+        self._preconditioner.curvature.damp(self._of_blocks(dampings))
 
     def _dampings(self) -> list[float]:
         """Return the damping of each layer group with blocks."""
