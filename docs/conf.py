@@ -76,13 +76,14 @@ nitpick_ignore_regex = [
     (r"py:class", r"soframe\.layers\.layout\.WeightAndBias"),
     (r"py:class", r"soframe\.methods\.(blocked\.Parts|composed\.Composed)"),
     (r"py:class", r"soframe\.(methods\.base\.WithoutFactors|losses\.\w+\.OverPositions)"),
-    (r"py:class", r"soframe\.solvers\.around\.Scaling"),
+    (r"py:class", r"soframe\.solvers\.scaled\.Scaling"),
     (
         r"py:class",
         r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",
     ),
     (r"py:class", r"soframe\.blocks\.block\.(Block|PlacedBlocks)"),  # internal, in fields
     (r"py:class", r"soframe\.strategies\.work\.Stacked"),  # internal, of a placement
+    (r"py:class", r"soframe\.specs\.Move"),  # internal, of an exchange
     (r"py:class", r"soframe\.products\.(vectors\.Coordinates|samples\.\w+)"),
     (r"py:class", r"soframe\.checkpoint\.Owner"),  # a preconditioner
     (r"py:class", r"soframe\.trust_region\.(base\.ClosureOptimizer|adaptive\.GroupDampings)"),
