@@ -106,12 +106,20 @@ class Operator:
             ValueError: If names or shapes do not fit, or if ranks that depend on each other's data
                 have passed different vectors.
         """
-        products = self.apply(self.coordinates.matrices(vector))
-        return self.coordinates.vector(products, vector)
+        try:
+            matrices = self.coordinates.matrices(vector)
+        except ValueError as error:
+            if not self.is_local:
+                self._require_alike(str(error))  # raises on all ranks if the vectors of others fit
+            raise
+        return self.coordinates.vector(self.apply(matrices), vector)
 
     def apply(self, matrices: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
         """Multiply vectors as gradient matrices, ``[..., groups, out, in]``; as `__matmul__`."""
-        self._require_alike(matrices)
+        if not self.is_local:
+            # Extremes, since sums of the same entries may be rounded differently.
+            extremes = [(float(m.min()), float(m.max())) for m in matrices.values() if m.numel()]
+            self._require_alike(extremes)
         products: dict[Block, Tensor] = {}
         with within("full"):
             for block, spectrum in self.spectra.items():
@@ -226,13 +234,9 @@ class Operator:
         (total,) = add_over_ranks(self.placed.backend, [total])
         return total
 
-    def _require_alike(self, matrices: Mapping[Block, Tensor]) -> None:
-        """Check that ranks have the same vectors, where one computes products for others."""
-        if self.is_local:
-            return
-        # Extremes, since sums of the same entries may be rounded differently.
-        extremes = [(float(m.min()), float(m.max())) for m in matrices.values() if m.numel()]
-        common = {"the extreme entries of the vector by block": extremes}
+    def _require_alike(self, entries: object) -> None:
+        """Check that ranks have the same vectors, since one computes products for others."""
+        common = {"the extreme entries of the vector by block": entries}
         backend = self.placed.backend
         sums = add_over_ranks(backend, fingerprint(common))
         require_common(

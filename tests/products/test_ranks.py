@@ -171,6 +171,35 @@ def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
         soframe.Curvature(network(), "ekfac").load(tmp_path)
 
 
+def multiplies_others(rank: int, ranks: int) -> list[str]:
+    """Return the errors of products of which one rank has another vector."""
+    curvature = soframe.Curvature(network(), strategy="mem-opt")
+    curvature.fit([batches(5, 4)[rank]], cross_entropy)
+    vector = {name: torch.ones_like(p) for name, p in curvature.parameters.items()}
+    name = next(iter(vector))
+    texts: list[str] = []
+    for other in (0.5, 2.0, None):
+        changed = {key: tensor.clone() for key, tensor in vector.items()}
+        if rank == 1 and other is None:
+            del changed[name]
+        elif rank == 1:
+            changed[name].view(-1)[0] = other
+        with pytest.raises(ValueError, match="pass the same vectors on all ranks") as raised:
+            curvature @ changed
+        texts.append(str(raised.value))
+    with pytest.raises(ValueError, match="the vector lacks"):
+        curvature @ {}  # as on the other rank
+    assert torch.isfinite((curvature @ vector)[name]).all()  # and go on
+    return texts
+
+
+def test_all_ranks_raise_if_one_multiplies_another_vector() -> None:
+    smaller, larger, lacking = run_ranks(multiplies_others, 2)[0]
+    assert "0.5" in smaller
+    assert "2.0" in larger
+    assert "rank(s) [1]" in lacking
+
+
 def is_singular(rank: int, ranks: int, strategy: str) -> list[str]:
     """Return the errors of inverses without damping, of a model with one singular block."""
     model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)))
