@@ -342,6 +342,9 @@ def kept(cells: Sequence[Cell], file: Path, processes: int) -> list[Record]:
             out.flush()
             if number % 50 == 0:
                 print(f"{number} of {len(missing)} runs", file=sys.stderr, flush=True)
+        # At its end the context terminates workers, which hangs if one has only just been started.
+        pool.close()
+        pool.join()
     return [known[cell] for cell in cells]
 
 
