@@ -182,7 +182,7 @@ class Laplace:
         if number % self.samples > 0:
             raise ValueError(
                 f"Laplace: {number} residuals are not of the {self.samples:.0f} samples of the "
-                f"fit: pass those of all of them, of all ranks"
+                f"fit: pass the residuals of all samples, from all ranks"
             )
 
         def loss(log_noise: float) -> float:

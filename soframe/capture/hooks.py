@@ -532,7 +532,7 @@ class Capture:
         try:
             for end, gradient in pairs:
                 if end.pending is not None and gradient is not None:
-                    self._on_gradient(end.pending, end.pending.kept, gradient)
+                    self._on_gradient(end.pending, end.pending.saved, gradient)
         finally:
             self._delivering = False
 
@@ -718,13 +718,13 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs if they are needed."""
-        kept: tuple[SavedTensor, ...] = ()
+        saved: tuple[SavedTensor, ...] = ()
         if helper in self._reading:
-            kept = tuple([_make_saved_tensor(x, is_output=False) for x in inputs])
+            saved = tuple([_make_saved_tensor(x, is_output=False) for x in inputs])
         return _Pending(
             weakref.ref(self),
             helper,
-            kept,
+            saved,
             trained,
             _accumulator(trained[0]),
             self.without_inputs,
@@ -744,7 +744,7 @@ class Capture:
         if reached and self.ended is not None:
             self.ended(reached)
 
-    def _on_gradient(self, call: _Pending, kept: Sequence[SavedTensor], gradient: Tensor) -> None:
+    def _on_gradient(self, call: _Pending, saved: Sequence[SavedTensor], gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self._sampling or not self.enabled or helper not in self.names:
@@ -766,7 +766,7 @@ class Capture:
             # A context takes a while, even without effect.
             without_graph = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
             with without_graph, within(self.precision):
-                inputs = self._kept_inputs(helper, kept)
+                inputs = self._unpacked(helper, saved)
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
                 is_ragged = gradient.is_nested
@@ -783,12 +783,12 @@ class Capture:
             error.add_note(f"soframe: in the statistics of {self.names.get(helper)!r}")
             self.raise_or_defer(error, helper)
 
-    def _kept_inputs(self, helper: LayerHelper, kept: Sequence[SavedTensor]) -> tuple[Tensor, ...]:
+    def _unpacked(self, helper: LayerHelper, saved: Sequence[SavedTensor]) -> tuple[Tensor, ...]:
         """Return the inputs of a call, where this backward pass needs them."""
         is_repeated = self._probe is not None and not self._probe.first
         if is_repeated and helper not in self.rereading:
             return ()
-        inputs = map(SavedTensor.unpack, kept)
+        inputs = map(SavedTensor.unpack, saved)
         return tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
 
 
@@ -798,7 +798,7 @@ class _Pending:
 
     capture: weakref.ref[Capture]
     helper: LayerHelper
-    kept: Sequence[SavedTensor]  # the inputs, until autograd frees its own
+    saved: Sequence[SavedTensor]  # the inputs; empty once autograd frees its saved tensors
     trained: Sequence[nn.Parameter]  # the tensors with which the call computes
     accumulator: Any  # the node that adds to the gradient of the first
     without_inputs: frozenset[LayerHelper]  # as it was then
@@ -810,7 +810,7 @@ class _Pending:
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
         """Take the gradient: of a tensor itself, of a node the gradients of all its outputs."""
-        capture, kept = self.capture(), self.kept
+        capture, saved = self.capture(), self.saved
         if capture is None:
             return
         # autograd.grad passes through here without adding to any parameter's gradient.
@@ -826,12 +826,12 @@ class _Pending:
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
-            self.kept = ()
+            self.saved = ()
         if isinstance(received, tuple):
             received = received[self.output_index]
         # A function's backward may return None for the output: it then counts as not called.
         if received is not None:
-            capture._on_gradient(self, kept, received)
+            capture._on_gradient(self, saved, received)
 
     def adds_to_gradients(self) -> bool:
         """Return whether the backward pass under way adds to the gradient of a parameter."""

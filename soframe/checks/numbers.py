@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_integer(value: object, least: float = -math.inf) -> TypeGuard[int]:
-    """Return whether a setting is an integer of at least ``least``; True and False are none."""
+    """Return whether a setting is an integer of at least ``least``; booleans are not."""
     return not isinstance(value, bool) and isinstance(value, Integral) and not value < least
 
 

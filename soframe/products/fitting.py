@@ -329,7 +329,7 @@ def kept(model: nn.Module, trained: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Train parameters meanwhile, which may have been frozen since they were registered."""
+    """Let parameters require gradients meanwhile, as when they were registered."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_()

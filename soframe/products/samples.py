@@ -237,8 +237,8 @@ def sample_gradients(
         for helper, name in collected.names.items():
             if capture.tensors_of_call(helper) is None:
                 raise ValueError(
-                    f"the parameters of {name} are not those that the curvature was built with: "
-                    f"build one anew, and fit it or load() into it what was saved"
+                    f"parameters of {name} were replaced since the curvature was built: build "
+                    f"another Curvature, and fit() it, or load() a saved one into it"
                 )
         with kept(model, coordinates.parameters(model).values()):
             done = False

@@ -72,8 +72,8 @@ class PlainKernels(TorchFunctionMode):
         self.differentiates |= func is torch.autograd.grad
         if func is Tensor.backward:
             raise RuntimeError(
-                "a closure of a trust region calls backward(): leave it out, and return the loss, "
-                "since the step has a backward pass of its own"
+                "a closure of a trust region calls backward(): leave it out, and return the loss; "
+                "the step runs the backward pass itself"
             )
         options = {} if kwargs is None else kwargs
         kernels = _PLAIN.get(func)
