@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -124,10 +125,12 @@ def scores(curvature: soframe.Curvature, train: list[Batch], *, own: bool) -> li
     return found
 
 
-def on_rank(rank: int, ranks: int, way: str, method: str) -> dict[str, Any]:
+def on_rank(
+    rank: int, ranks: int, way: str, method: str, strategies: Sequence[str]
+) -> dict[str, Any]:
     """Return products and scores by strategy, or the error of one that is refused."""
     results: dict[str, Any] = {}
-    for name in STRATEGIES:
+    for name in strategies:
         model = network()
         shares = WAYS[way](model, ranks)
         share = rank * shares // ranks
@@ -143,11 +146,11 @@ def on_rank(rank: int, ranks: int, way: str, method: str) -> dict[str, Any]:
     return results
 
 
-def compare(way: str, method: str, ranks: int) -> None:
+def compare(way: str, method: str, ranks: int, strategies: Sequence[str]) -> None:
     alone = soframe.Curvature(network(), method).fit(batches(), loss)
     expected = products(alone)
     columns, itself = (tensor.split(SIZES, -1) for tensor in scores(alone, batches(), own=True))
-    for results in run_ranks(on_rank, ranks, way, method, timeout=240):
+    for results in run_ranks(on_rank, ranks, way, method, strategies, timeout=240):
         for name, result in results.items():
             if isinstance(result, str):
                 assert name == "owner-local", (name, result)
@@ -167,18 +170,30 @@ def compare(way: str, method: str, ranks: int) -> None:
                 torch.testing.assert_close(found, of_share, rtol=1e-9, atol=1e-11)
 
 
-QUICK = {("whole", 2, "ekfac"), ("fully_shard", 2, "kfac"), ("plan", 2, "kfac")}
-QUICK |= {("fully_shard in copies", 4, "kfac"), ("copies of a plan", 4, "ekfac")}
+QUICK = {
+    ("whole", 2, "ekfac"): STRATEGIES,
+    ("fully_shard", 2, "kfac"): STRATEGIES,
+    ("plan", 2, "kfac"): STRATEGIES,
+    ("fully_shard in copies", 4, "kfac"): ("hybrid-opt", "sharded"),
+    ("copies of a plan", 4, "ekfac"): ("comm-opt", "auto"),
+}
+"""By way, ranks and method the strategies that `make test` tries."""
 CASES = []
-for way in WAYS:
-    for ranks in (2, 4):
-        for method in METHODS:
-            if ranks == 2 and ("copies" in way or "of a plan" in way):
-                continue  # they are of four
-            marks = () if (way, ranks, method) in QUICK else (pytest.mark.thorough,)
-            CASES.append(pytest.param(way, ranks, method, marks=marks))
+for case in product(WAYS, (2, 4), METHODS):
+    way, ranks, _ = case
+    if ranks == 2 and ("copies" in way or "of a plan" in way):
+        continue  # they are of four
+    quick = QUICK.get(case, ())
+    if quick:
+        CASES.append(pytest.param(*case, quick, id="-".join(map(str, case))))
+    rest = [name for name in STRATEGIES if name not in quick]
+    if rest:
+        identity = "-".join(map(str, (*case, "rest")))
+        CASES.append(pytest.param(*case, rest, marks=pytest.mark.thorough, id=identity))
 
 
-@pytest.mark.parametrize(("way", "ranks", "method"), CASES)
-def test_products_and_scores_are_those_of_one_process(way: str, ranks: int, method: str) -> None:
-    compare(way, method, ranks)
+@pytest.mark.parametrize(("way", "ranks", "method", "strategies"), CASES)
+def test_products_and_scores_are_those_of_one_process(
+    way: str, ranks: int, method: str, strategies: Sequence[str]
+) -> None:
+    compare(way, method, ranks, strategies)

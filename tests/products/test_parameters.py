@@ -409,18 +409,20 @@ def sharded_errors(rank: int, ranks: int, way: str, fisher: str) -> list[float]:
     return found
 
 
-QUICK = {("nested", 2), ("plan", 2), ("fully_shard of a plan", 4)}
+QUICK = {("nested", 2, "type-2"), ("plan", 2, "empirical"), ("fully_shard of a plan", 4, "type-2")}
 SHARDED = []
 for way in (*NESTED, *WAYS):
     for ranks in (1, 2, 4):
-        if ranks == 4 or not ("copies" in way or "of a plan" in way):
-            marks = [pytest.mark.slow] if (way, ranks) in QUICK else [pytest.mark.thorough]
-            SHARDED.append(pytest.param(way, ranks, marks=marks))
+        if ranks != 4 and ("copies" in way or "of a plan" in way):
+            continue  # they are of four
+        for fisher in FISHERS:
+            is_quick = (way, ranks, fisher) in QUICK
+            marks = [pytest.mark.slow] if is_quick else [pytest.mark.thorough]
+            SHARDED.append(pytest.param(way, ranks, fisher, marks=marks))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("fisher", list(FISHERS))
-@pytest.mark.parametrize(("way", "ranks"), SHARDED)
+@pytest.mark.parametrize(("way", "ranks", "fisher"), SHARDED)
 def test_sharded_parameters_have_dense_blocks(way: str, ranks: int, fisher: str) -> None:
     """Ranks have batches of other sizes, and so other numbers of passes."""
     for found in run_ranks(sharded_errors, ranks, way, fisher):

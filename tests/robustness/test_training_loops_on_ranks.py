@@ -140,6 +140,11 @@ class LoopOfReplicas(LoopOfWrapper):
 
 
 LOOPS = {loop.__name__: loop for loop in (LoopOfRank, LoopOfShards, LoopOfReplicas)}
+FIRST: list[Any] = [0]
+FIRST.extend(
+    pytest.param(number, marks=pytest.mark.thorough)
+    for number in range(PROGRAMS, examples(200), PROGRAMS)
+)
 
 
 def go_through(rank: int, ranks: int, loop: str, first: int) -> None:
@@ -152,6 +157,6 @@ def go_through(rank: int, ranks: int, loop: str, first: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("first", range(0, examples(200), PROGRAMS))
+@pytest.mark.parametrize("first", FIRST)
 def test_a_random_training_loop_on_two_ranks(loop: str, first: int) -> None:
     run_ranks(go_through, 2, loop, first)
