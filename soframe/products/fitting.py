@@ -86,7 +86,7 @@ class Fit:
                     self.progress.gathering = gathering
                     self._pass(loader, loss, every, reduced)
                     self._require_statistics(gathering)
-                    self._solve(gathering)
+                    self.solve()
                     self._rest()
         finally:
             # After an error the next fit begins anew, unless a saved one is loaded before.
@@ -274,9 +274,12 @@ class Fit:
                 f"leave it out (skip=[...]), or fit to data that do"
             )
 
-    def _solve(self, gathering: Gathering) -> None:
-        """Solve the blocks that have new factors, once all that they need are there."""
-        due = [b for b in self._placed.blocks if b.name in gathering and not b.solved and b.tensors]
+    def solve(self) -> None:
+        """Solve the blocks with factors that are not solved; every rank must call."""
+        due: list[Block] = []
+        for block in self._placed.blocks:
+            if block.mass > 0 and not block.solved and block.tensors:
+                due.append(block)
         with within("full"), torch.no_grad():
             self._solves.advance(self._placed, due, damping=1.0, counters=Counter())
         if failed := [block.name for block in due if not block.solved]:
