@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from soframe.blocks import sharding
-from soframe.checks.numbers import is_number
+from soframe.checks.numbers import is_number, require_integer
 from soframe.curvature import Curvature
 from soframe.products.operator import Operator
 from soframe.products.vectors import Coordinates
@@ -41,14 +41,16 @@ def merge(
             their devices, and keeps its vectors in float64 on the CPU.
 
     Returns:
-        Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``.
+        Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``, with the model
+        inside of its wrapper: ``strict=False`` would pass over the other names of a compiled model.
 
     Raises:
         ValueError: If no curvature is passed, models differ, are sharded or the same, or the
-            damping is not positive and finite.
+            damping or the number of iterations is not positive and finite.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
     _require_alike(curvatures, damping)
+    require_integer("merge: iterations", iterations, 1)
     damping = float(damping)  # of a tensor
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
     merged = _mean(models)

@@ -138,6 +138,8 @@ def test_errors_have_a_remedy() -> None:
     with pytest.raises(ValueError, match="one model"):
         merge(tasks, damping=1.0)
     curvatures = _of_two(lambda: soframe.Curvature(fill(network(), 3)))
+    with pytest.raises(ValueError, match="iterations must be at least 1"):
+        merge(_of_two(), damping=1.0, iterations=0)
     with pytest.raises(RuntimeError, match="raise the damping"):
         merge(curvatures, damping=1e-6, tolerance=1e-13, iterations=1)
     with torch.no_grad():
