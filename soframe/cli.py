@@ -332,8 +332,7 @@ def _console() -> Console:
 
 def _print_json(value: Any) -> None:
     # NaN and infinity are no JSON: `allow_nan=False` raises instead of writing them.
-    json.dump(value, sys.stdout, indent=1, allow_nan=False)
-    print()
+    print(json.dumps(value, indent=1, allow_nan=False))
 
 
 def main() -> None:
