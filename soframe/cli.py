@@ -65,7 +65,9 @@ def options(
 def _user_errors() -> Iterator[None]:
     """Print errors that a user can put right in one line; others keep their traceback."""
     try:
-        yield
+        # A user's module may print, and results may be JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -330,8 +332,7 @@ def _console() -> Console:
 
 def _print_json(value: Any) -> None:
     # NaN and infinity are no JSON: `allow_nan=False` raises instead of writing them.
-    json.dump(value, sys.stdout, indent=1, allow_nan=False)
-    print()
+    print(json.dumps(value, indent=1, allow_nan=False))
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
     if missing := [name for name in weights if name not in anchor]:
         raise ValueError(
             f"the anchor lacks {', '.join(missing)}: pass a copy of all weights after the task, "
-            f"such as copy.deepcopy(model.state_dict())"
+            f"such as copy.deepcopy(model.state_dict()), of the model inside of its wrapper "
+            f"(DistributedDataParallel, torch.compile)"
         )
     for name, weight in weights.items():
         if weight.shape != anchor[name].shape:

@@ -356,8 +356,9 @@ class Curvature(OfModel):
             ValueError: If ``every`` is no positive integer, it or saving differs between ranks, a
                 loss or statistics are not finite (which batch), the loader is empty or has fewer
                 batches than were counted, or the data do not reach a block; on every rank.
-            RuntimeError: If factors could not be solved, or another rank has failed.
+            RuntimeError: If factors could not be solved, another rank has failed, or it is closed.
         """
+        self.require_open()
         fitting, backend = self.fitting, self.backend
         common = {"every": every, "saves": folder is not None}
         require_common(backend, common, add_over_ranks(backend, fingerprint(common)))
@@ -500,8 +501,9 @@ class Curvature(OfModel):
 
         Raises:
             ValueError: If a module mixes samples, a row is of several, parameters were replaced
-                since it was built, or ``loss`` returns no outputs ``[samples, ...]`` where rows
-                are not in the order of the batch, or the model is called several times.
+                since it was built, a method of training reads no calls, or ``loss`` returns no
+                outputs ``[samples, ...]`` where rows are not in the order of the batch, or the
+                model is called several times.
         """
         model, precision = self.parts.model, self.parts.precision
         if self._routing is None:
@@ -561,8 +563,8 @@ class Curvature(OfModel):
     def load(self, folder: str | os.PathLike[str]) -> Self:
         """Load the last file of `save`; every rank must call.
 
-        A finished curvature may come from other ranks, and under another strategy; `fit` goes on
-        from an unfinished one on as many ranks, under the same strategy.
+        A finished curvature may come from other ranks, and under another strategy or solver; `fit`
+        goes on from an unfinished one on as many ranks, under the same strategy.
 
         Returns:
             The curvature.
@@ -578,7 +580,10 @@ class Curvature(OfModel):
         if path is None:
             raise ValueError(f"{folder} has no curvature that this object could load")
         checkpoint.load(self, path, key="curvature")
-        self._spectra = None if fitting.progress.gathering else spectra_of(self.placed)
+        self._spectra = None
+        if not fitting.progress.gathering:
+            fitting.solve()  # what another solver had solved
+            self._spectra = spectra_of(self.placed)
         return self
 
     @property
@@ -650,6 +655,7 @@ class Curvature(OfModel):
             check_damping(saved["damping"], parts.damping, saved["step"])
         if self._fit is not None:
             self._compare_fit(saved.get("fit", {}))
+            self._compare_bases(saved["blocks"])
 
     def _compare_fit(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless a fit, if the state is of any, is of this Fisher, and goes on."""
@@ -664,6 +670,13 @@ class Curvature(OfModel):
                 f"the curvature is from an unfinished fit on {len(saved['batches'])} rank(s) under "
                 f"{saved['places']}, and here are {self._places}: resume it with the same"
             )
+
+    def _compare_bases(self, blocks: Mapping[str, Any]) -> None:
+        """Raise ValueError if factors of a state are in other bases than this object's solves."""
+        for block in self.blocks:
+            saved = blocks.get(block.name, {})
+            if block.needing_data and saved.get("solved"):
+                state.require_solvers(saved, block)
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
         """Raise on all copies of all stages if one rank cannot load its state: none does then."""
@@ -839,7 +852,8 @@ class Curvature(OfModel):
     def require_open(self) -> None:
         """Raise a RuntimeError if the hooks of training are gone."""
         if self._closed:
-            raise RuntimeError("this preconditioner is closed")
+            name = "preconditioner" if self._fit is None else "curvature"
+            raise RuntimeError(f"this {name} is closed")
         if self.capture.closed:
             raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
 

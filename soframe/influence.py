@@ -8,14 +8,14 @@ changes it by about ``-score / N``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from soframe.curvature import Curvature
-from soframe.products.fitting import LossOf
+from soframe.products.fitting import LossOf, together
 from soframe.products.queries import queries_of
 
 
@@ -36,7 +36,7 @@ def scores(
     Args:
         curvature: A fitted curvature.
         queries: Batches of queries.
-        train: Batches of training samples.
+        train: Batches of training samples; on several ranks a share may be empty.
         loss: ``loss(model, batch) -> (outputs, mean loss)``, for queries too.
         damping: Added to the eigenvalues of the curvature. Scores depend on it more than on the
             method: a fraction of the mean eigenvalue, such as 0.1, is a start.
@@ -46,15 +46,17 @@ def scores(
 
     Raises:
         ValueError: If queries or training samples are missing, or the damping is zero and the
-            curvature singular; or see `Curvature.gradients`.
+            curvature singular; under ``fully_shard``, on all ranks, if one has fewer batches; or
+            see `Curvature.gradients`.
     """
     inverse = curvature.inverse(damping)
-    solved = queries_of(inverse, (curvature.gradients(batch, loss) for batch in queries))
+    batches = together(curvature.parts.model, curvature.backend, queries)
+    solved = queries_of(inverse, (curvature.gradients(batch, loss) for batch in batches))
     if solved is None:
         raise ValueError("queries has no batches")
-    columns = [solved.dot(curvature.gradients(batch, loss)) for batch in train]
-    if not columns:
-        raise ValueError("train has no batches")
+    columns = [_nothing(curvature, len(solved), 0)]
+    for batch in _share(curvature, train):
+        columns.append(solved.dot(curvature.gradients(batch, loss)))
     return torch.cat(columns, 1)
 
 
@@ -70,15 +72,29 @@ def self_influence(
     Raises:
         ValueError: As `scores` raises it.
     """
-    inverse, lengths = curvature.inverse(damping), []
-    for batch in train:
+    inverse, lengths = curvature.inverse(damping), [_nothing(curvature, 0)]
+    for batch in _share(curvature, train):
         gradients = curvature.gradients(batch, loss)
         solved = queries_of(inverse, [gradients])
         assert solved is not None
         lengths.append(solved.own(gradients))
-    if not lengths:
-        raise ValueError("train has no batches")
     return torch.cat(lengths)
+
+
+def _share(curvature: Curvature, train: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of this rank, of which one of several may have none."""
+    number = 0
+    for batch in together(curvature.parts.model, curvature.backend, train):
+        number += 1
+        yield batch
+    if number == 0 and curvature.backend.world_size == 1:
+        raise ValueError("train has no batches")
+
+
+def _nothing(curvature: Curvature, *shape: int) -> Tensor:
+    """Return scores of no samples."""
+    block = curvature.blocks[0]
+    return torch.empty(shape, dtype=block.dtype, device=block.device)
 
 
 def top(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -176,8 +176,8 @@ class Laplace:
             return replace(self, prior_precision=_best_precision(self._values(), square))
         number = residuals.numel()
         squares = float(residuals.double().square().sum())
-        if not squares > 0:
-            raise ValueError("Laplace: residuals are all zero, and determine no noise")
+        if not 0 < squares < math.inf:
+            raise ValueError("Laplace: residuals are all zero or not finite: they give no noise")
         values = replace(self, noise=1.0)._values()
         if number % self.samples > 0:
             raise ValueError(

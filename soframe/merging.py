@@ -12,6 +12,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from soframe.blocks import sharding
+from soframe.checks.numbers import is_number, require_integer
 from soframe.curvature import Curvature
 from soframe.products.operator import Operator
 from soframe.products.vectors import Coordinates
@@ -33,19 +34,24 @@ def merge(
 
     Args:
         curvatures: A fitted curvature of each model; the models have the same parameters.
-        damping: Positive; a few mean eigenvalues, such as 3, to be chosen on held-out data.
+        damping: Positive, in the units of the curvature; a few mean eigenvalues, such as 3, to be
+            chosen on held-out data.
         tolerance: The norm of the residual of conjugate gradients over its first one.
-        iterations: At most so many; each multiplies by all curvatures and their inverses.
+        iterations: At most so many; each multiplies by all curvatures and their inverses, on
+            their devices, and keeps its vectors in float64 on the CPU.
 
     Returns:
-        Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``.
+        Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``, with the model
+        inside of its wrapper: ``strict=False`` would pass over the other names of a compiled model.
 
     Raises:
         ValueError: If no curvature is passed, models differ, are sharded or the same, or the
-            damping is not positive and finite.
+            damping or the number of iterations is not positive and finite.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
     _require_alike(curvatures, damping)
+    require_integer("merge: iterations", iterations, 1)
+    damping = float(damping)  # of a tensor
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
     merged = _mean(models)
     mean: dict[str, Tensor] = {}
@@ -103,8 +109,11 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
     """Raise a ValueError unless models and blocks are alike, and the damping is positive."""
     if not curvatures:
         raise ValueError("merge: pass a fitted curvature of each model")
-    if not 0 < damping < math.inf:
-        raise ValueError(f"merge: damping must be positive and finite, not {damping!r}")
+    if not (is_number(damping) and 0 < damping < math.inf):
+        raise ValueError(
+            f"merge: damping must be a positive and finite number, not {damping!r}: pass a few "
+            f"mean eigenvalues, 3 * curvature.trace() / len(curvature.eigenvalues())"
+        )
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
         sharding.require_whole(curvature.parameters.items(), "merge")

@@ -194,13 +194,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     @cached_property
     def _balls(self) -> list[Ball]:
-        """The matrices that are trained, whose norms a constraint may keep."""
-        balls: list[Ball] = []
-        for block in self._current:
-            ball = Ball(block, self._names)
-            if ball.trained:
-                balls.append(ball)
-        return balls
+        """The matrices whose norms a constraint may keep, also while they are frozen."""
+        balls = [Ball(block, self._names) for block in self._current]
+        return [ball for ball in balls if ball.matrices]
 
     def _find_names(self) -> None:
         """Read the names of parameters, and take replaced ones out of the param groups."""
@@ -332,7 +328,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             return
         for ball in self._balls:
             first = id(next(iter(ball.matrices.values())))
-            if first in rates:
+            if first in rates and ball.trained:
                 yield ball, rates[first]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -527,7 +523,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         names = {**self._names, **present}
         for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
             saved_group["names"] = [names[id(p)] for p in group["params"]]
-        # Norms of matrices that are frozen or gone are not saved.
+        # Norms of matrices that are gone are not saved.
         radii: dict[str, Tensor] = {}
         if self._radii:
             for ball in self._balls:
@@ -561,12 +557,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
         named = _named(self._model)
+        frozen = {name for name, p in named.items() if not p.requires_grad}
         balls = {ball.key: ball for ball in self._balls}
-        saved: dict[str, Any] = {}
+        saved, radii = dict[str, Any](), dict[str, Tensor]()
 
         def check() -> None:
             saved.update(_read(state_dict))
-            moving.require_radii(saved["own"]["radii"], list(balls.values()))
+            for key, norms in saved["own"]["radii"].items():
+                # A layer that was frozen before this was built has no block.
+                if key in balls or not frozen.issuperset(key.split(", ")):
+                    radii[key] = norms
+            moving.require_radii(radii, list(balls.values()))
             names: set[str] = set()
             for group in saved["own"]["groups"]:
                 names.update(group["names"])
@@ -577,9 +578,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         agree = self.preconditioner.curvature.agree_on_state
         agree(check, lambda: checksums.text(saved["own"][checksums.KEY]))
         self.preconditioner.load_state_dict(saved["preconditioner"])
-        radii, groups = saved["own"]["radii"], saved["own"]["groups"]
-        self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
-        self._load_groups(groups, named)
+        self._radii = {key: balls[key].loaded(norms) for key, norms in radii.items()}
+        self._load_groups(saved["own"]["groups"], named)
 
     def _load_groups(
         self, groups: Iterable[Mapping[str, Any]], named: Mapping[str, nn.Parameter]

@@ -12,7 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, Never
 
 import torch
@@ -282,9 +282,8 @@ class Preconditioner(OfModel):
             ValueError: If there is no such block, or a damping is negative or not finite.
         """
         known = self.curvature.dampings.keys() | {block.name for block in self.blocks}
+        _require_blocks("damp", dampings, known)
         for name, damping in dampings.items():
-            if name not in known:
-                raise ValueError(f"damp: there is no block {name!r}, see preconditioner.blocks")
             require_numbers(f"damp: {name}", damping=damping)
             if not 0 <= damping < math.inf:
                 raise ValueError(f"damp: {name}: {damping!r} is not at least 0 and finite")
@@ -311,7 +310,11 @@ class Preconditioner(OfModel):
 
         Args:
             snapshot: Block name -> its entry of a `snapshot`; other blocks are unchanged.
+
+        Raises:
+            ValueError: If there is no such block.
         """
+        _require_blocks("restore", snapshot, {block.name for block in self.blocks})
         self.curvature.restore(snapshot)
 
     def forget(self) -> None:
@@ -412,6 +415,8 @@ class Preconditioner(OfModel):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
+
+        A window begins, so zero the gradients of backward passes since the last step.
 
         Args:
             saved: A result of `state_dict`; on stages of a pipeline this rank's own, or the result
@@ -620,3 +625,10 @@ class Preconditioner(OfModel):
         Background solves are cancelled; one that has begun is waited for.
         """
         self.curvature.close()
+
+
+def _require_blocks(call: str, names: Iterable[str], known: Set[str]) -> None:
+    """Raise a ValueError if a name is of no block."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{call}: there is no block {name!r}, see preconditioner.blocks")

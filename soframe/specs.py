@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -66,6 +66,11 @@ class FactorKind(ABC):
         return running.lerp(statistics, rate)
 
 
+Kind = Literal["psd", "diagonal", "vector", "elementwise"]
+"""The kinds of factors that soframe averages and solves itself."""
+
+Side = Literal["left", "right", "both"]
+
 Reads = Literal["inputs", "outputs", "both", "gradient"]
 """The source of statistics: a call's inputs, its output gradients, both together; or the averaged
 gradient, at the step."""
@@ -105,11 +110,11 @@ class FactorSpec:
     """
 
     name: str
-    side: Literal["left", "right", "both"]
+    side: Side
     groups: int
     size: int
     _: KW_ONLY
-    kind: Literal["psd", "diagonal", "vector", "elementwise"] | FactorKind = "psd"
+    kind: Kind | FactorKind = "psd"
     reads: Reads = None  # type: ignore[assignment]  # by the side
     degree: int = None  # type: ignore[assignment]  # by `reads`
     mean_over: MeanOver = None  # type: ignore[assignment]  # by `reads`
@@ -119,6 +124,7 @@ class FactorSpec:
     start: float | None = None
 
     def __post_init__(self) -> None:
+        self._require_known("side", get_args(Side))
         by_side = {"right": "inputs", "left": "outputs", "both": "both"}
         reads = getattr(self, "reads", None) or by_side[self.side]
         by_reads = {"inputs": (0, "samples"), "outputs": (2, "rows")}
@@ -128,6 +134,10 @@ class FactorSpec:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "needs", tuple(self.needs))
+        self._require_known("reads", get_args(Reads))
+        self._require_known("mean_over", get_args(MeanOver))
+        if not isinstance(self.kind, FactorKind):
+            self._require_known("kind", get_args(Kind))
         if self.degree not in (0, 1, 2):
             raise ValueError(f"factor {self.name!r}: degree must be 0, 1 or 2, not {self.degree}")
         if (self.kind == "elementwise") != (self.columns > 0):
@@ -138,6 +148,14 @@ class FactorSpec:
             raise ValueError(
                 f"factor {self.name!r}: start= belongs to reads='gradient'; averages of calls "
                 f"start from the identity under scaling='kaisa'"
+            )
+
+    def _require_known(self, name: str, words: Sequence[str]) -> None:
+        """Raise a ValueError if a field is none of some words."""
+        value = getattr(self, name)
+        if value not in words:
+            raise ValueError(
+                f"factor {self.name!r}: {name} must be one of {', '.join(words)}, not {value!r}"
             )
 
     def up_to(self, max_size: float) -> FactorSpec:

@@ -97,6 +97,10 @@ number = 3
 def with_argument(width):
     return nn.Linear(width, 1)
 
+def talking():
+    print("2 layers")
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
 def text():
     return "model"
 
@@ -125,6 +129,16 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     assert "placement 'mem-opt' on 4 rank(s)" in out
     assert "\n\noptimizer = torch.optim.SGD(" in out
     assert "measured in: docs/benchmarks/ordinary.md" in out
+
+
+def test_json_is_alone_where_a_model_prints(models):
+    for command in ("inspect", "plan"):
+        arguments = ["mymodels:talking", "--json"]
+        if command == "plan":
+            arguments += ["--input", "8x3"]
+        result = models(command, *arguments)
+        assert json.loads(succeeded(result))
+        assert "2 layers" in result.stderr
 
 
 def test_inspect_plans_the_recommended_method_or_another(models):

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -387,6 +388,34 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     # Rounding has moved the norm of the weights; what is kept is that of the first step.
     for key, radius in kept(other.state_dict()).items():
         assert torch.equal(radius, radii[key])
+
+
+def test_a_frozen_matrix_has_its_norm_after_a_resume() -> None:
+    settings: dict[str, Any] = {"lr": 0.05, "constraint": "hyperball", **EVERY_STEP}
+    model = net()
+    optimizer = soframe.Optimizer(model, "sgd", **settings)
+    start = norms(model)["hidden.weight"]
+    kit.train(model, loss_of, range(2), optimizer)
+    model.hidden.weight.requires_grad_(False)
+    kit.train(model, loss_of, range(2, 3), optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for is_frozen_before in (False, True):
+        again = net()
+        again.hidden.weight.requires_grad_(not is_frozen_before)
+        other = soframe.Optimizer(again, "sgd", **settings)
+        again.load_state_dict(saved[0])
+        expects = nullcontext()
+        if is_frozen_before:
+            expects = pytest.warns(UserWarning, match=r"of hidden\.weight are not loaded")
+        with expects:
+            other.load_state_dict(saved[1])
+        with torch.no_grad():
+            again.hidden.weight.mul_(1.5)  # who measured it anew would keep another norm
+        again.hidden.weight.requires_grad_(True)
+        kit.train(again, loss_of, range(3, 5), other)
+        factor = 1.5 if is_frozen_before else 1.0
+        norm = norms(again)["hidden.weight"]
+        torch.testing.assert_close(norm, factor * start, rtol=1e-12, atol=0)
 
 
 def kept(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from soframe.checks.numbers import require_integer
 from soframe.diagnostics.metrics import scalars
 
 
@@ -45,7 +46,7 @@ class ScalarLogger:
         prefix: The prefix of names.
 
     Raises:
-        ValueError: If ``rank`` does not exist.
+        ValueError: If ``rank`` does not exist, or ``every`` is no positive integer.
         TypeError: If ``writer`` is neither.
     """
 
@@ -71,8 +72,9 @@ class ScalarLogger:
                 f"name and the step, not {writer!r}"
             )
         backend = self._measured.backend
-        if rank >= backend.world_size:
-            raise ValueError(f"rank={rank}, of {backend.world_size} rank(s)")
+        require_integer("ScalarLogger: every", every, 1)
+        if rank not in range(backend.world_size):
+            raise ValueError(f"rank={rank!r}, of {backend.world_size} rank(s)")
         self._writes = backend.rank == rank
         self._takes_part = self._writes or all_ranks
         if self._takes_part:

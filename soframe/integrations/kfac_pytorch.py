@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.checks.arguments import FACTOR_DTYPES
+from soframe.checks.numbers import require_integer
 from soframe.checks.warning import warn
 from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC
@@ -84,7 +85,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
         Keyword arguments of `soframe.Preconditioner`, with ``Statistics(scaling="kaisa")``.
 
     Raises:
-        TypeError: If kfac-pytorch has no such argument.
+        TypeError: If kfac-pytorch has no such argument, or ``skip_layers`` is a string.
         ValueError: If a value is invalid.
     """
     unknown = sorted(set(arguments) - set(_DEFAULTS))
@@ -97,6 +98,9 @@ def settings(**arguments: Any) -> dict[str, Any]:
     for name, why in _WITHOUT.items():
         if chosen[name] != _DEFAULTS[name]:
             warn(f"{name}={chosen[name]!r} has no counterpart and is left out: {why}")
+    patterns = chosen["skip_layers"] or ()
+    if isinstance(patterns, str):
+        raise TypeError(f"skip_layers is a list of patterns: pass [{patterns!r}]")
     method = _word("compute_method", chosen["compute_method"], _SOLVERS)
     divided = method == "EIGEN" and chosen["compute_eigenvalue_outer_product"]
     if divided and callable(chosen["damping"]):
@@ -114,7 +118,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
         "lr": chosen["lr"],
         "statistics_every": chosen["factor_update_steps"],
         "solve_every": chosen["inv_update_steps"],
-        "skip": tuple(chosen["skip_layers"] or ()),
+        "skip": tuple(patterns),
         "grad_scaler": chosen["grad_scaler"],
         "statistics": Statistics(scaling="kaisa", dtype=_dtype(arguments)),
     }
@@ -132,7 +136,7 @@ def _strategy(chosen: Mapping[str, Any]) -> Strategy:
     """Return the grid for a fraction of gradient workers."""
     cost = _COSTS[_word("assignment_strategy", chosen["assignment_strategy"], _COSTS)]
     fraction, together = chosen["grad_worker_fraction"], bool(chosen["colocate_factors"])
-    if isinstance(fraction, enum.Enum):
+    if isinstance(fraction, enum.Enum | str):
         fraction = _FRACTIONS[_word("grad_worker_fraction", fraction, _FRACTIONS)]
     if not 0 <= fraction <= 1:
         raise ValueError(
@@ -193,8 +197,8 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
         state: The state, with its factors. A prefix ``module.`` of all names is removed.
 
     Raises:
-        ValueError: If, on any rank, the state has another form or other layers; then no rank
-            changes.
+        ValueError: If, on any rank, the state has another form or other layers, or factors that
+            are not finite; then no rank changes.
     """
     layers: dict[str, dict[str, Tensor]] = {}
 
@@ -251,6 +255,7 @@ def _saved_layers(state: Any) -> Mapping[str, Any]:
     """Return the layers of a state by name, without the prefix of a wrapper."""
     if "steps" not in state:
         raise ValueError("this is not the state of a KFACPreconditioner: it has no 'steps'")
+    require_integer("the steps of the state", state["steps"], 0)
     saved: Mapping[str, Any] | None = state.get("layers")
     if saved is None:
         raise ValueError("the state has no factors: save it with include_factors=True")
@@ -267,8 +272,11 @@ def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
             f"block {block.name!r} is by {describe(block.method)} and has other factors than "
             f"kfac-pytorch's layers: use method='kfac' for it, and the default layers="
         )
-    if layer["A"] is None and layer["G"] is None:
+    missing = [spec.name for spec in block.factors if layer.get(spec.name) is None]
+    if len(missing) == len(block.factors):
         return {}
+    if missing:
+        raise ValueError(f"layer {block.name!r} of the state lacks the factor {missing[0]}")
     return {spec.name: _packed(block, spec, layer[spec.name]) for spec in block.factors}
 
 
@@ -278,6 +286,8 @@ def _packed(block: Block, spec: FactorSpec, matrix: Tensor) -> Tensor:
         raise ValueError(
             f"{spec.name} of layer {block.name!r} is {tuple(matrix.shape)}, not of shape {shape}"
         )
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"{spec.name} of layer {block.name!r} is not finite")
     matrix = matrix.detach().to(device=block.device, dtype=block.dtype)
     if spec.name == "A" and isinstance(block.layout.module, nn.Conv2d):
         order = _patch_order(block.layout.module, spec.size).to(block.device)

@@ -15,6 +15,7 @@ the ``Trainer`` alone saves it from rank 0, which only has all of it under ``com
 
 from __future__ import annotations
 
+import operator
 import os
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,8 @@ class SoframeCallback(TrainerCallback):
     """Preconditions the gradients of a Hugging Face ``Trainer``.
 
     The preconditioner is built when training begins, from the trainer's model and optimizer at that
-    time. Its state is saved into the trainer's checkpoints, and a run that resumes loads it.
+    time. Another ``train()`` goes on with it as long as the trainer goes on with these two. Its
+    state is saved into the trainer's checkpoints, and a run that resumes loads it.
 
     Args:
         resume_from: The checkpoint that a run resumes from, if it is not
@@ -63,6 +65,7 @@ class SoframeCallback(TrainerCallback):
         self._scaler: Any = None
         self._engines: Any = None  # the optimizer of DeepSpeed's engine
         self._stateful: Any = None
+        self._trained: tuple[Any, Any] = None, None  # the model and its innermost optimizer
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take over the state of a `soframe.Optimizer`."""
@@ -93,6 +96,9 @@ class SoframeCallback(TrainerCallback):
 
     def _build(self, args: Any, model: Any, optimizer: Any) -> None:
         require_plain(optimizer)
+        former, self._trained = self._trained, (model, plain(optimizer))
+        if all(map(operator.is_, self._trained, former)):
+            return  # the trainer keeps the optimizer's state, too
         if self.preconditioner is not None:
             self.preconditioner.close()
         engines = isinstance(optimizer, DeepSpeedOptimizerWrapper)

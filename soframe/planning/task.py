@@ -208,8 +208,14 @@ def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, 
 
 
 def _sum(output: Any) -> Tensor:
+    """Return a real number to differentiate; raise a ValueError if no output has a gradient."""
     sums: list[Tensor] = []
     for tensor in tensors_in(output):
-        if tensor.is_floating_point() and tensor.requires_grad:
-            sums.append(tensor.sum())
+        if tensor.requires_grad:
+            sums.append((torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum())
+    if not sums:
+        raise ValueError(
+            "the forward pass returns no tensor with a gradient, so a plan has no backward pass: "
+            "let it return outputs or a loss, or leave the inputs out"
+        )
     return torch.stack(sums).sum()

@@ -28,6 +28,7 @@ from soframe.capture.counting import Samples
 from soframe.capture.fisher import Fisher, heads_of
 from soframe.capture.hooks import Capture
 from soframe.comm.agreement import add_over_ranks, require_no_failure
+from soframe.comm.base import Backend
 from soframe.estimate.solves import Solves
 from soframe.estimate.statistics import Accumulator
 from soframe.kernels.precision import within
@@ -86,7 +87,7 @@ class Fit:
                     self.progress.gathering = gathering
                     self._pass(loader, loss, every, reduced)
                     self._require_statistics(gathering)
-                    self._solve(gathering)
+                    self.solve()
                     self._rest()
         finally:
             # After an error the next fit begins anew, unless a saved one is loaded before.
@@ -206,7 +207,7 @@ class Fit:
         """Run forward and backward passes of at most so many batches; return their number."""
         losses: list[Tensor] = []
         first = self.progress.batches[self._placed.rank]
-        for batch in self._together(islice(batches, every)):
+        for batch in together(self._model, self._placed.backend, islice(batches, every)):
             outputs, value = call_loss(loss, self._model, batch, probed=self._fisher.probed)
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
@@ -232,31 +233,6 @@ class Fit:
             )
         return len(losses)
 
-    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; if a pass needs all ranks, raise on all where one lacks a batch."""
-        parameters = self._model.parameters()
-        if not any(map(sharding.is_distributed, parameters)):
-            yield from batches
-            return
-        backend, next_batches, error = self._placed.backend, list[Any](), None
-        while True:
-            try:
-                next_batches = list(islice(batches, 1))
-            except Exception as raised:  # of any kind: the other ranks wait for this one
-                error = raised
-            numbers = [float(error is not None), float(len(next_batches))]
-            failed, ready = add_over_ranks(backend, numbers)
-            require_no_failure(backend, error, failed)
-            if 0 < ready < backend.world_size:
-                raise ValueError(
-                    f"{backend.world_size - ready:.0f} of {backend.world_size} ranks have fewer "
-                    f"batches than the others, and all ranks run a model together whose parameters "
-                    f"are sharded: give every rank as many"
-                )
-            if ready == 0:
-                return
-            yield from next_batches
-
     def _require_statistics(self, gathering: Gathering) -> None:
         """Raise unless all factors of a pass have statistics now."""
         idle: list[str] = []
@@ -274,13 +250,41 @@ class Fit:
                 f"leave it out (skip=[...]), or fit to data that do"
             )
 
-    def _solve(self, gathering: Gathering) -> None:
-        """Solve the blocks that have new factors, once all that they need are there."""
-        due = [b for b in self._placed.blocks if b.name in gathering and not b.solved and b.tensors]
+    def solve(self) -> None:
+        """Solve the blocks with factors that are not solved; every rank must call."""
+        due: list[Block] = []
+        for block in self._placed.blocks:
+            if block.mass > 0 and not block.solved and block.tensors:
+                due.append(block)
         with within("full"), torch.no_grad():
             self._solves.advance(self._placed, due, damping=1.0, counters=Counter())
         if failed := [block.name for block in due if not block.solved]:
             raise RuntimeError(f"the factors of {', '.join(failed)} could not be solved")
+
+
+def together(model: nn.Module, backend: Backend, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches; if a pass needs all ranks, raise on all where one lacks a batch."""
+    if not any(map(sharding.is_distributed, model.parameters())):
+        yield from batches
+        return
+    iterator, next_batches, error = iter(batches), list[Any](), None
+    while True:
+        try:
+            next_batches = list(islice(iterator, 1))
+        except Exception as raised:  # of any kind: the other ranks wait for this one
+            error = raised
+        numbers = [float(error is not None), float(len(next_batches))]
+        failed, ready = add_over_ranks(backend, numbers)
+        require_no_failure(backend, error, failed)
+        if 0 < ready < backend.world_size:
+            raise ValueError(
+                f"{backend.world_size - ready:.0f} of {backend.world_size} ranks have fewer "
+                f"batches than the others, and all ranks run a model together whose parameters "
+                f"are sharded: give every rank as many"
+            )
+        if ready == 0:
+            return
+        yield from next_batches
 
 
 def call_loss(

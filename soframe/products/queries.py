@@ -55,6 +55,10 @@ class Queries:
 
     blocks: Mapping[Block, BlockQueries]
 
+    def __len__(self) -> int:
+        first = next(iter(self.blocks.values()))
+        return len(first.matrices)
+
     def dot(self, samples: SampleGradients) -> Tensor:
         """Return inner products with the gradients of samples, ``[queries, samples]``."""
         products = [queries.dot(samples.blocks[block]) for block, queries in self.blocks.items()]

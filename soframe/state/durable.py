@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from soframe.checks.numbers import require_integer
 from soframe.checks.warning import warn
 from soframe.comm.base import Backend
 from soframe.state import checksums
@@ -72,7 +74,7 @@ def save(
 
     Raises:
         RuntimeError: On every rank, if one could not write its part, for example because the disk
-            is full, or has a ``keep`` below 1.
+            is full, has a ``keep`` below 1, or a plain state that `read` could not load.
         ValueError: On every rank, if ranks have different folders.
     """
     return save_on(Ranks.of(process_group), folder, state, sharded=sharded, keep=keep)
@@ -91,8 +93,7 @@ def save_on(
     entries: dict[str, Any] = {}
 
     def begin() -> str:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, not {keep!r}")
+        require_integer("keep", keep, 1)
         # DCP would call `state_dict` where other ranks are in a collective already.
         for name, entry in state.items():
             entries[name] = entry
@@ -109,6 +110,7 @@ def save_on(
             _write_shards(unfinished, entries, ranks)
         elif ranks.rank == 0:
             _write(unfinished / STATE, lambda file: torch.save(entries, file))
+            _require_readable(unfinished / STATE)
 
     def finish() -> None:
         files: dict[str, Any] = {}
@@ -250,8 +252,12 @@ def _begin(root: Path) -> str:
 
 
 def _prune(root: Path, keep: int) -> None:
-    # A file of such a name is not this module's.
-    saved = [name for name in _names(root) if (root / name).is_dir() or (root / name).is_symlink()]
+    saved: list[str] = []
+    for name in _names(root):
+        # Files of such a name, and folders without a manifest, are of another library; a link may
+        # lead to a disk that is not there.
+        if (root / name / MANIFEST).exists() or (root / name).is_symlink():
+            saved.append(name)
     for name in saved[:-keep]:
         # Removing a folder is not atomic: first rename it, so that it is no checkpoint.
         (root / name).rename(root / f".{name}.tmp")
@@ -275,6 +281,16 @@ def _write_shards(folder: Path, entries: dict[str, Any], ranks: Ranks) -> None:
             storage_writer=FileSystemWriter(folder),
             process_group=ranks.group,
             no_dist=ranks.size == 1,
+        )
+
+
+def _require_readable(path: Path) -> None:
+    """Raise a TypeError unless `read`, which runs no code of a file, can load a state."""
+    if unknown := get_unsafe_globals_in_checkpoint(path):
+        raise TypeError(
+            f"the state has {', '.join(sorted(unknown))}, which read() would not load: save "
+            f"tensors, numbers and strings in dicts and lists, or allow them "
+            f"(torch.serialization.add_safe_globals)"
         )
 
 

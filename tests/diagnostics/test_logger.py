@@ -97,8 +97,11 @@ def test_what_cannot_be_logged_is_refused() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     own = soframe.Preconditioner(model, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"rank=1, of 1 rank\(s\)"):
-        ScalarLogger(own, Board(), rank=1)
+    for rank in (1, -1):  # from the last one no number would come
+        with pytest.raises(ValueError, match=rf"rank={rank}, of 1 rank\(s\)"):
+            ScalarLogger(own, Board(), rank=rank)
+    with pytest.raises(ValueError, match="every must be at least 1, not 0"):
+        ScalarLogger(own, Board(), every=0)
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

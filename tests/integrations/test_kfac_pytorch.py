@@ -104,6 +104,7 @@ def named(value: object) -> str:
         ({"grad_worker_fraction": 1}, {}),
         ({"grad_worker_fraction": DistributedStrategy.MEM_OPT}, {"strategy": MemOpt()}),
         ({"grad_worker_fraction": 0}, {"strategy": MemOpt()}),
+        ({"grad_worker_fraction": "mem_opt"}, {"strategy": MemOpt()}),
         ({"grad_worker_fraction": DistributedStrategy.HYBRID_OPT}, {"strategy": HybridOpt()}),
         ({"grad_worker_fraction": 0.25}, {"strategy": HybridOpt(gradient_workers=0.25)}),
         ({"grad_scaler": scale}, {"grad_scaler": scale}),
@@ -160,7 +161,9 @@ def test_what_has_no_counterpart_is_warned_of(
         ({"assignment_strategy": 3}, ValueError, "assignment_strategy must be one of"),
         ({"grad_worker_fraction": 1.5}, ValueError, r"grad_worker_fraction must be in \[0, 1\]"),
         ({"grad_worker_fraction": DistributedStrategy.OTHER}, ValueError, "grad_worker_fraction"),
+        ({"grad_worker_fraction": "all"}, ValueError, "grad_worker_fraction must be one of COMM"),
         ({"inv_dtype": torch.int64}, ValueError, "inv_dtype must be a dtype of floating-point"),
+        ({"skip_layers": "head"}, TypeError, r"a list of patterns: pass \['head'\]"),
     ],
 )
 def test_what_has_no_meaning_is_an_error(
@@ -249,6 +252,10 @@ CASE = CASES[0]
         (lambda s: s.pop("steps"), "no 'steps'"),
         (lambda s: s.pop("layers"), "include_factors=True"),
         (lambda s: s["layers"].pop("0"), r"other layers: it lacks \['0'\]"),
+        (lambda s: s.update(steps=2.5), r"steps of the state must be an integer, not 2\.5"),
+        (lambda s: s.update(steps=-1), "steps of the state must be at least 0"),
+        (lambda s: s["layers"]["0"].update(G=None), "'0' of the state lacks the factor G"),
+        (lambda s: s["layers"]["0"]["A"].fill_(torch.nan), "A of layer '0' is not finite"),
         (lambda s: s["layers"]["0"].update(A=torch.eye(3)), r"is \(3, 3\), not of shape \(4, 4\)"),
     ],
 )

@@ -225,6 +225,48 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
     assert not torch.equal(model.lm_head.weight, gpt().lm_head.weight)
 
 
+def test_a_second_call_of_train_goes_on(tmp_path: Path) -> None:
+    """With the preconditioner, as with the optimizer; another model has another."""
+    pytest.importorskip("transformers")
+    from soframe.integrations.transformers import SoframeCallback
+
+    case = Case()
+    expected = network()
+    optimizer = sgd(expected)
+    preconditioner = soframe.Preconditioner(expected, optimizer=optimizer, **grouped(case.settings))
+    for batch in 2 * Data().batches(MICRO):
+        expected(**batch)["loss"].backward()
+        preconditioner.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, callback = network(), SoframeCallback(**grouped(case.settings))
+    trainer = trainer_of(
+        str(tmp_path),
+        model,
+        sgd(model),
+        Data(),
+        callbacks=[callback],
+        per_device_train_batch_size=BATCH,
+        max_grad_norm=0.0,
+        save_strategy="no",
+    )
+    trainer.train()
+    first = callback.preconditioner
+    trainer.train()
+    assert callback.preconditioner is first
+    assert first.steps == 2 * STEPS
+    assert_equal(weights(model), weights(expected), TIGHT)
+
+    arguments, state = SimpleNamespace(), SimpleNamespace(global_step=0)
+    another = network()
+    callback.on_train_begin(arguments, state, None, model=another, optimizer=sgd(another))
+    assert callback.preconditioner is not first
+    with pytest.raises(RuntimeError, match="closed"):
+        first.step()
+    callback.preconditioner.close()
+
+
 def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     train(str(tmp_path), with_callback=False)

@@ -419,3 +419,18 @@ def test_a_helper_of_another_layout_says_what_to_override(
 ) -> None:
     with pytest.raises((AssertionError, ValueError), match=message):
         check_layer_helper(Kernel(), torch.randn(5, 3), helper=helper)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "diag"}, "factor 'A': kind must be one of psd, diagonal, vector, elementwise"),
+        ({"reads": "input"}, "factor 'A': reads must be one of inputs, outputs, both, gradient"),
+        ({"mean_over": "row"}, "factor 'A': mean_over must be one of samples, rows, group rows"),
+        ({"side": "in"}, "factor 'A': side must be one of left, right, both, not 'in'"),
+    ],
+)
+def test_a_word_that_no_factor_has_is_an_error(fields: dict[str, Any], message: str) -> None:
+    """Before, ``kind="diag"`` was a vector, which is not solved."""
+    with pytest.raises(ValueError, match=message):
+        FactorSpec("A", **{"side": "right", "groups": 1, "size": 3, **fields})

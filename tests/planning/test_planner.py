@@ -514,6 +514,22 @@ def test_a_placement_that_no_step_could_take_is_refused() -> None:
         plan(task_of(6, 5), ranks=2, hardware=CPU, options=[Option(Misplaced())])
 
 
+class Classes(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(x)
+        return logits.argmax(1)
+
+
+def test_outputs_are_complex_or_have_no_gradient() -> None:
+    with torch.device("meta"):
+        turning = nn.Linear(4, 3, dtype=torch.complex64)
+        x = torch.empty(8, 4)
+        task = Task.of(turning, (x.to(torch.complex64),), method="soap")
+        assert plan(task, ranks=1, hardware=CPU).rows[0].timing.mean > 0
+        with pytest.raises(ValueError, match="returns no tensor with a gradient"):
+            plan(Task.of(Classes(nn.Linear(4, 3)), (x,), method="kfac"), ranks=1, hardware=CPU)
+
+
 @pytest.mark.parametrize(("every", "steps"), [(None, 9), (10, 9), (50, 9), (3, 3)])
 def test_a_solve_in_the_background_lands_within_its_interval(every: int | None, steps: int) -> None:
     options = varied([Option(CommOpt(), solve_every=every)], [Vary.BACKGROUND])

@@ -242,6 +242,37 @@ def test_a_curvature_of_training_is_saved_and_loaded(solver: str, tmp_path: Path
         soframe.laplace.Laplace(loaded)  # the number of samples is unknown
 
 
+def test_another_solver_loads_factors_and_solves_them(tmp_path: Path) -> None:
+    model, data = network(), batches(6, 5)
+    fitted = soframe.Curvature(model).fit(data, cross_entropy)
+    fitted.save(tmp_path / "kfac")
+    close(soframe.Curvature(network(), solver="inverse").load(tmp_path / "kfac"), fitted)
+    ekfac = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
+    ekfac.save(tmp_path / "ekfac")
+    other = soframe.Curvature(network(), "ekfac", solver="orthogonal-iteration")
+    with pytest.raises(ValueError, match=r"solved by .*Eigen.* Pass the solver= that it was"):
+        other.load(tmp_path / "ekfac")
+
+
+def test_a_closed_curvature_is_not_fitted_and_keeps_its_products() -> None:
+    data = batches(6)
+    curvature = soframe.Curvature(network()).fit(data, cross_entropy)
+    wanted = soframe.Curvature(network()).fit(data, cross_entropy)
+    curvature.close()
+    with pytest.raises(RuntimeError, match="this curvature is closed"):
+        curvature.fit(data, cross_entropy)
+    close(curvature, wanted)
+
+
+@pytest.mark.parametrize("method", ["soap", "kfac"])
+def test_methods_without_calls_have_no_gradients_of_samples(method: str) -> None:
+    """Of parameters that no call shows, gradients were zeros, with a warning or none."""
+    model, data = network(), batches(6)
+    own = soframe.Preconditioner(model, method, auxiliary="adamw")
+    with closing(own), pytest.raises(ValueError, match=r"reads no calls of layers, .* build a"):
+        own.curvature.gradients(data[0], cross_entropy)
+
+
 def test_statistics_of_training_see_nothing_of_sample_gradients() -> None:
     model, data = network(), batches(6)
     preconditioner = soframe.Preconditioner(

@@ -126,10 +126,9 @@ def test_errors_have_a_remedy() -> None:
         merge([], damping=1.0)
     with pytest.raises(RuntimeError, match="not fitted"):
         merge(_unfitted(), damping=1.0)
-    with pytest.raises(ValueError, match="damping must be positive"):
-        merge(_of_two(), damping=0.0)
-    with pytest.raises(ValueError, match="damping must be positive and finite"):
-        merge(_of_two(), damping=math.inf)
+    for damping in (0.0, math.inf, "relative"):
+        with pytest.raises(ValueError, match=r"damping must be a positive .* pass a few mean"):
+            merge(_of_two(), damping=damping)
     with pytest.raises(ValueError, match=r"differ in parameters.*skip="):
         merge(_of_two(_other_layers), damping=1.0)
     with pytest.raises(ValueError, match="differ in names or shapes"):
@@ -139,6 +138,8 @@ def test_errors_have_a_remedy() -> None:
     with pytest.raises(ValueError, match="one model"):
         merge(tasks, damping=1.0)
     curvatures = _of_two(lambda: soframe.Curvature(fill(network(), 3)))
+    with pytest.raises(ValueError, match="iterations must be at least 1"):
+        merge(_of_two(), damping=1.0, iterations=0)
     with pytest.raises(RuntimeError, match="raise the damping"):
         merge(curvatures, damping=1e-6, tolerance=1e-13, iterations=1)
     with torch.no_grad():

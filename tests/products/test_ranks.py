@@ -17,8 +17,9 @@ from tests.products.kinds import KINDS, Batch, loss
 from tests.products.table import COLUMNS, errors
 from tests.products.test_fitting import CLASSES, batches, close, cross_entropy, network, values_of
 
-SHARES = ((0, 2), (1,))
-"""The batches of each rank: one has more."""
+SHARES = ((0, 2), (1,), (), ())
+"""The batches of each rank: one has more, and of four ranks two have none."""
+RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 DAMPING = 0.2
 
 
@@ -57,11 +58,12 @@ def on_rank(rank: int, ranks: int, strategy: str, method: str, folder: str) -> A
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
-def test_two_ranks_are_one_process(strategy: str, method: str, tmp_path: Path) -> None:
+@RANKS
+def test_ranks_are_one_process(ranks: int, strategy: str, method: str, tmp_path: Path) -> None:
     model, data = network(), batches(5, 4, 6)
     alone = soframe.Curvature(model, method).fit(data, cross_entropy)
     wanted = results(alone, model, data, cross_entropy)
-    for found in run_ranks(on_rank, 2, strategy, method, str(tmp_path)):
+    for found in run_ranks(on_rank, ranks, strategy, method, str(tmp_path)):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     close(soframe.Curvature(model, method).load(tmp_path), alone)
 
@@ -74,7 +76,7 @@ def of_kinds(rank: int, ranks: int, names: list[str]) -> dict[tuple[str, str], d
             kind = KINDS[name]()
             data = kind.data()
             curvature = soframe.Curvature(kind.model, strategy=strategy, layers=kind.layers)
-            curvature.fit([data[number] for number in (*SHARES, (), ())[rank]], loss)
+            curvature.fit([data[number] for number in SHARES[rank]], loss)
             found[name, strategy] = errors(curvature, kind, data)
     return found
 
@@ -105,11 +107,12 @@ def fails(rank: int, ranks: int) -> None:
     soframe.Curvature(network()).fit([data[number] for number in SHARES[rank]], cross_entropy)
 
 
-def test_all_ranks_raise_the_error_of_one() -> None:
+@RANKS
+def test_all_ranks_raise_the_error_of_one(ranks: int) -> None:
     with pytest.raises(RankError) as raised:
-        run_ranks(fails, 2)
+        run_ranks(fails, ranks)
     summaries = [failure.summary for failure in raised.value.failures]
-    assert len(summaries) == 2
+    assert len(summaries) == ranks
     assert all("the loss of batch 0 " in summary for summary in summaries)
 
 
@@ -138,10 +141,46 @@ def fails_at_once(rank: int, ranks: int, folder: str) -> list[str]:
     return messages
 
 
-def test_no_rank_waits_for_one_that_cannot_fit(tmp_path: Path) -> None:
-    for messages in run_ranks(fails_at_once, 2, str(tmp_path)):
+@RANKS
+def test_no_rank_waits_for_one_that_cannot_fit(ranks: int, tmp_path: Path) -> None:
+    for messages in run_ranks(fails_at_once, ranks, str(tmp_path)):
         words = "pass a DataLoader or a list", "disk full", "every", "saves"
         assert all(word in text for word, text in zip(words, messages, strict=True))
+
+
+def scores_a_share(rank: int, ranks: int) -> list[Tensor]:
+    """Return scores of the samples of this rank, of which the last has none."""
+    data = batches(5, 4, 6)
+    curvature = soframe.Curvature(network()).fit(data, cross_entropy)
+    shares = [data, *([] for _ in range(ranks - 1))]
+    for other in range(1, ranks - 1):
+        shares[other].append(shares[0].pop())
+    train = shares[rank]
+    scores = soframe.influence.scores(curvature, data[:1], train, cross_entropy, damping=DAMPING)
+    lengths = soframe.influence.self_influence(curvature, train, cross_entropy, damping=DAMPING)
+    return [scores, lengths]
+
+
+@RANKS
+def test_a_rank_without_training_samples_has_no_scores(ranks: int) -> None:
+    shares, alone = run_ranks(scores_a_share, ranks), scores_alone()
+    sizes = {2: [(5, 15), (5, 0)], 4: [(5, 5), (5, 6), (5, 4), (5, 0)]}
+    assert [share[0].shape for share in shares] == sizes[ranks]
+    for number, whole in enumerate(alone):
+        parts = [shares[rank][number] for rank in (0, *range(ranks - 1, 0, -1))]  # in their order
+        torch.testing.assert_close(torch.cat(parts, -1), whole, rtol=1e-9, atol=1e-12)
+        assert all(part.dtype == whole.dtype for part in parts)
+
+
+def scores_alone() -> list[Tensor]:
+    data = batches(5, 4, 6)
+    curvature = soframe.Curvature(network()).fit(data, cross_entropy)
+    with pytest.raises(ValueError, match="train has no batches"):
+        soframe.influence.self_influence(curvature, [], cross_entropy, damping=DAMPING)
+    return [
+        soframe.influence.scores(curvature, data[:1], data, cross_entropy, damping=DAMPING),
+        soframe.influence.self_influence(curvature, data, cross_entropy, damping=DAMPING),
+    ]
 
 
 def goes_on(rank: int, ranks: int, folder: str) -> Any:
@@ -163,18 +202,21 @@ def goes_on(rank: int, ranks: int, folder: str) -> Any:
     return values_of(again.fit(mine, cross_entropy))
 
 
-def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
+@RANKS
+def test_an_interrupted_fit_goes_on_where_each_rank_was(ranks: int, tmp_path: Path) -> None:
     alone = soframe.Curvature(network(), "ekfac").fit(batches(5, 4, 6), cross_entropy)
-    for found in run_ranks(goes_on, 2, str(tmp_path)):
+    for found in run_ranks(goes_on, ranks, str(tmp_path)):
         torch.testing.assert_close(found, values_of(alone), rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match=r"unfinished fit on 2 rank.*resume it with the same"):
+    with pytest.raises(
+        ValueError, match=rf"unfinished fit on {ranks} rank.*resume it with the same"
+    ):
         soframe.Curvature(network(), "ekfac").load(tmp_path)
 
 
 def multiplies_others(rank: int, ranks: int) -> list[str]:
     """Return the errors of products of which one rank has another vector."""
     curvature = soframe.Curvature(network(), strategy="mem-opt")
-    curvature.fit([batches(5, 4)[rank]], cross_entropy)
+    curvature.fit([batches(5, 4, 3, 2)[rank]], cross_entropy)
     vector = {name: torch.ones_like(p) for name, p in curvature.parameters.items()}
     name = next(iter(vector))
     texts: list[str] = []
@@ -193,8 +235,9 @@ def multiplies_others(rank: int, ranks: int) -> list[str]:
     return texts
 
 
-def test_all_ranks_raise_if_one_multiplies_another_vector() -> None:
-    smaller, larger, lacking = run_ranks(multiplies_others, 2)[0]
+@RANKS
+def test_all_ranks_raise_if_one_multiplies_another_vector(ranks: int) -> None:
+    smaller, larger, lacking = run_ranks(multiplies_others, ranks)[0]
     assert "0.5" in smaller
     assert "2.0" in larger
     assert "rank(s) [1]" in lacking
@@ -206,7 +249,7 @@ def is_singular(rank: int, ranks: int, strategy: str) -> list[str]:
     data = batches(50, 40, 60)
     statistics = soframe.Statistics(fisher="type-2", loss="cross-entropy")
     curvature = soframe.Curvature(model, strategy=strategy, statistics=statistics)
-    curvature.fit([data[number] for number in (*SHARES, (), ())[rank]], cross_entropy)
+    curvature.fit([data[number] for number in SHARES[rank]], cross_entropy)
     texts: list[str] = []
     calls = (
         lambda: curvature.inverse(0.0),

@@ -48,9 +48,14 @@ def fitted(rank: int, ranks: int, batches: tuple[int, ...], damaged: bool) -> st
     return "fitted"
 
 
-def test_a_rank_without_a_batch_is_an_error_on_all() -> None:
-    for said in run_ranks(fitted, 2, (3, 1), False, timeout=60):
-        assert said.startswith("ValueError: 1 of 2 ranks have fewer batches than the others")
+@pytest.mark.parametrize(
+    "batches", [(3, 1), pytest.param((3, 3, 1, 3), marks=pytest.mark.thorough)]
+)
+def test_a_rank_without_a_batch_is_an_error_on_all(batches: tuple[int, ...]) -> None:
+    for said in run_ranks(fitted, len(batches), batches, False, timeout=60):
+        assert said.startswith(
+            f"ValueError: 1 of {len(batches)} ranks have fewer batches than the others"
+        )
 
 
 def test_a_loader_that_raises_on_one_rank_is_an_error_on_all() -> None:
@@ -62,3 +67,24 @@ def test_a_loader_that_raises_on_one_rank_is_an_error_on_all() -> None:
 
 def test_as_many_batches_are_served() -> None:
     assert run_ranks(fitted, 2, (2, 2), False, timeout=60) == ["fitted", "fitted"]
+
+
+def scored(rank: int, ranks: int, batches: tuple[int, ...]) -> str:
+    model = deep()
+    fully_shard(model)
+    curvature = soframe.Curvature(model).fit(Loader(2, damaged=False), loss_of)
+    train = Loader(batches[rank], damaged=False)
+    try:
+        soframe.influence.scores(curvature, [classes_of(0)], train, loss_of, damping=0.1)
+    except ValueError as error:
+        return str(error)
+    return "scored"
+
+
+@pytest.mark.parametrize(
+    "batches", [(2, 1), pytest.param((2, 2, 0, 2), marks=pytest.mark.thorough)]
+)
+def test_scores_of_unequal_shares_are_an_error_on_all(batches: tuple[int, ...]) -> None:
+    for said in run_ranks(scored, len(batches), batches, timeout=60):
+        assert said.startswith(f"1 of {len(batches)} ranks have fewer batches than the others")
+    assert run_ranks(scored, 2, (2, 2), timeout=60) == ["scored", "scored"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -13,11 +14,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from soframe import checkpoint
+from soframe.state import durable
 from tests.distributed.harness import RankError, RankFailure, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -73,15 +76,25 @@ def test_the_last_checkpoints_are_kept(tmp_path, sharded):
 def test_what_else_is_in_the_folder_stays(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint-best").mkdir()
-    for step in range(4):
+    # Of a trainer of another library, which has more steps.
+    for name in ("checkpoint-1", "checkpoint-500"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    first = save(tmp_path, 0)
+    for step in range(1, 4):
         save(tmp_path, step)
-    assert {"notes.txt", "checkpoint-best"} < set(names_in(tmp_path))
+    others = {"notes.txt", "checkpoint-best", "checkpoint-1", "checkpoint-500"}
+    saved = {"checkpoint-000503", "checkpoint-000504"}
+    assert first.name == "checkpoint-000501"
+    assert set(names_in(tmp_path)) == others | saved
     assert content(tmp_path, sharded=False) == 3
 
 
 def test_misuse_is_told(tmp_path):
     with pytest.raises(RuntimeError, match="keep must be at least 1, not 0"):
         save(tmp_path, 0, keep=0)
+    with pytest.raises(RuntimeError, match=r"keep must be an integer, not 2\.5"):
+        save(tmp_path, 0, keep=2.5)
     assert names_in(tmp_path) == []
     with pytest.raises(ValueError, match=r"is no checkpoint of soframe\.checkpoint\.save"):
         checkpoint.read(tmp_path)
@@ -109,13 +122,28 @@ def test_the_whole_of_a_large_file_is_under_its_checksum(tmp_path):
         checkpoint.read(saved)
 
 
-def test_a_checkpoint_runs_nothing_when_it_is_read(tmp_path):
+def test_a_state_that_could_not_be_read_is_refused_when_it_is_saved(tmp_path):
+    """As numpy's numbers, which a loss or a generator leaves in a state."""
+    save(tmp_path, 0)
+    for entry in (np.float64(1.5), np.random.default_rng(0).integers(3, size=2), Path("x")):
+        with pytest.raises(RuntimeError, match=r"which read\(\) would not load: save tensors"):
+            checkpoint.save(tmp_path, {"loss": entry})
+    assert names_in(tmp_path) == ["checkpoint-000001"]
+    plain = {"loss": 1.5, "random": random.getstate(), "shape": torch.Size([2])}
+    assert checkpoint.read(checkpoint.save(tmp_path, plain)) == plain
+
+
+def test_a_checkpoint_runs_nothing_when_it_is_read(tmp_path, monkeypatch):
     marker = tmp_path / "was here"
 
     class Evil:
         def __reduce__(self) -> Any:
             return (Path.touch, (marker,))
 
+    with pytest.raises(RuntimeError, match="would not load"):
+        checkpoint.save(tmp_path / "checkpoints", {"evil": Evil()})
+    assert not marker.exists()
+    monkeypatch.setattr(durable, "_require_readable", lambda path: None)
     saved = checkpoint.save(tmp_path / "checkpoints", {"evil": Evil()})
     with pytest.raises(RuntimeError, match="cannot be read"):
         checkpoint.read(saved)

@@ -436,6 +436,34 @@ def test_dampings_of_no_block_or_out_of_range_are_refused(dampings, message):
     assert [block.damped_with(own.damping) for block in own.blocks] == [own.damping] * 2
 
 
+def test_a_snapshot_of_no_block_is_refused():
+    model, own = damped()
+    kit.train(model, squares, [0], own)
+    snapshot = own.snapshot()
+    own.damp({"0": 3.0})
+    with pytest.raises(ValueError, match="restore: there is no block 'head'"):
+        own.restore({"0": snapshot["0"], "head": snapshot["2"]})
+    assert own.blocks[0].damped_with(0.1) == 3.0
+    own.restore({"0": snapshot["0"]})
+    assert own.blocks[0].damped_with(0.1) == 0.1
+
+
+def test_a_run_that_goes_back_after_a_backward_pass_is_the_same():
+    """The statistics of the pass are dropped with its gradients: see docs/guides/unchecked.md."""
+    model, own = damped()
+    kit.train(model, squares, [0], own)
+    saved = own.state_dict()
+    kit.train(model, squares, [1], own)
+    expected = kit.gradients(model)
+    again, other = damped()
+    kit.train(again, squares, [0], other)
+    squares(again, 5).mul(100).backward()
+    other.load_state_dict(saved)
+    kit.train(again, squares, [1], other)
+    for gradient, wanted in zip(kit.gradients(again), expected, strict=True):
+        assert torch.equal(gradient, wanted)
+
+
 def test_a_state_without_dampings_is_of_an_earlier_version():
     model, own = damped()
     kit.train(model, squares, [0], own)
