@@ -318,11 +318,9 @@ class Registration:
 
     def _helper_class(self, name: str, module: nn.Module) -> type[LayerHelper] | None:
         chosen = self._chosen_helper(name)
-        if chosen is None or chosen == "all":
-            known: type[LayerHelper] | None
-            known = KINDS["layer"].lookup(type(module), optional=chosen == "all")
-            return known
-        return chosen
+        if chosen is not None and chosen != "all":
+            return chosen
+        return KINDS["layer"].lookup(type(module), optional=chosen == "all")
 
     def _reads_calls(self, name: str) -> bool:
         """Return whether the method of a module reads its calls.
