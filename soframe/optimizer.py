@@ -32,7 +32,7 @@ from soframe.blocks.block import Block, Stack
 from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.blocks.survey import plain_name
-from soframe.checks.arguments import check_model, keywords, require_known
+from soframe.checks.arguments import check_model, keywords
 from soframe.checks.numbers import require_numbers
 from soframe.checks.warning import warn
 from soframe.diagnostics.metrics import Spectra
@@ -41,6 +41,7 @@ from soframe.estimate.updates import by_parameter
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS, describe
+from soframe.settings import require_known
 from soframe.setup.choosing import methods
 from soframe.state import checksums
 from soframe.state.bound import OfModel

@@ -23,7 +23,6 @@ from soframe.blocks.block import Block, Solved
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.checks.arguments import require_known
 from soframe.checks.numbers import require_numbers
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
@@ -43,6 +42,7 @@ from soframe.settings import (
     defaults,
     flat,
     group_of,
+    require_known,
 )
 from soframe.setup import choosing, describing
 from soframe.setup.grouping import grouping

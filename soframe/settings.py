@@ -8,8 +8,9 @@ Every setting has one place, its group or the constructor::
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,6 +152,24 @@ def group_of(name: str, settings: Mapping[str, Any]) -> Any:
     if not isinstance(group, kind):
         raise TypeError(f"{name} must be a soframe.{kind.__name__}, not {group!r}")
     return group
+
+
+def require_known(owner: str, settings: Iterable[str], known: Collection[str]) -> None:
+    """Raise a TypeError if a setting does not exist, with its group or the nearest name."""
+    for name in settings:
+        if name in known:
+            continue
+        hint = "."
+        for nearest in difflib.get_close_matches(name, known, 1):
+            hint = f"; did you mean {nearest!r}?"
+        for argument, kind in GROUPS.items():
+            if name in inspect.signature(kind).parameters:
+                hint = f": pass {argument}=soframe.{kind.__name__}({name}=...)."
+        raise TypeError(
+            f"{owner} has no setting {name!r}{hint} What a method takes is given to the method: "
+            f"method=soframe.methods.SOAP(betas=(0.9, 0.95)), for example. The settings are "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:

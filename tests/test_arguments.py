@@ -67,6 +67,21 @@ def test_refused(options: dict[str, Any], error: type[Exception], message: str) 
         build(**options)
 
 
+@pytest.mark.parametrize("owner", [soframe.Preconditioner, soframe.Optimizer])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("fisher", "statistics=soframe.Statistics"),
+        ("stagger", "distribution=soframe.Distribution"),
+        ("norm_clip", "clips=soframe.Clips"),
+    ],
+)
+def test_a_setting_of_a_group_is_named_with_the_group(owner: Any, name: str, place: str) -> None:
+    message = rf"soframe.{owner.__name__} has no setting '{name}': pass {place}\({name}=\.\.\.\)\. "
+    with pytest.raises(TypeError, match=message):
+        owner(nn.Linear(3, 2), lr=0.1, **{name: None})
+
+
 def test_an_optimizer_without_rates() -> None:
     class Odd:
         param_groups = ({"params": []},)

@@ -161,7 +161,7 @@ class Registration:
         # Where neither the model nor the choices show the head, any layer may be it.
         self._shows_head = any((self._survey.shows_head, choices.skip, choices.staged))
         self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
-        self._skip()
+        self._match_skip()
         self._uncalled = reasons_of_uncalled(self._survey.modules)
         self._register()
         self.others = [p for _, p in self._survey.parameters if id(p) not in self._in_block]
@@ -233,10 +233,10 @@ class Registration:
 
     # -- candidates -----------------------------------------------------------------------------
 
-    def _skip(self) -> None:
-        """Note the patterns of ``skip`` that match; modules that are not skipped are not lazy."""
+    def _match_skip(self) -> None:
+        """Note the patterns of ``skip`` that match a module; a lazy module has to be skipped."""
         for name, module in self._survey.modules:
-            if self._skipping(module) is None and module in self._survey.lazy:
+            if self._skipped_by(module) is None and module in self._survey.lazy:
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: "
                     f"run one forward pass before building the Preconditioner, or skip the module"
@@ -282,7 +282,7 @@ class Registration:
 
     def _reason(self, name: str, module: nn.Module, helper: type[LayerHelper] | None) -> str | None:
         """Return why a module has no block, or None if it can have one."""
-        if (pattern := self._skipping(module)) is not None:
+        if (pattern := self._skipped_by(module)) is not None:
             return Reason.SKIPPED.format(pattern)
         if helper is None:
             return why_no_helper(module)
@@ -300,7 +300,7 @@ class Registration:
             self._overridden[key] = find_override(module, helper)
         return self._overridden[key]
 
-    def _skipping(self, module: nn.Module) -> str | None:
+    def _skipped_by(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
         names = self._survey.names[id(module)]
         pattern = first_match(self._choices.skip, type(module).__name__, *names)
@@ -318,11 +318,9 @@ class Registration:
 
     def _helper_class(self, name: str, module: nn.Module) -> type[LayerHelper] | None:
         chosen = self._chosen_helper(name)
-        if chosen is None or chosen == "all":
-            known: type[LayerHelper] | None
-            known = KINDS["layer"].lookup(type(module), optional=chosen == "all")
-            return known
-        return chosen
+        if chosen is not None and chosen != "all":
+            return chosen
+        return KINDS["layer"].lookup(type(module), optional=chosen == "all")
 
     def _reads_calls(self, name: str) -> bool:
         """Return whether the method of a module reads its calls.
@@ -348,7 +346,8 @@ class Registration:
             why = f"{type(candidate.module).__name__}: {candidate.reason}"
             if candidate.reason is None:
                 why = Reason.SHARED.format(refused.name, refused.reason)
-            _explain(self._reasons, candidate.module, why)
+            for parameter in parameters_of(candidate.module).values():
+                self._reasons.setdefault(id(parameter), why if parameter.requires_grad else FROZEN)
 
     def _build_all_of_layer(self, layer: Sequence[_Candidate], trained: Sequence[str]) -> None:
         """Build the blocks of a layer, of parameters that are trained."""
@@ -506,7 +505,7 @@ class Registration:
         """Add the blocks of several parameters that methods of gradients alone ask for."""
         for name, module in self._survey.by_name.items():
             method = self._methods.find(name)
-            if method is None or self._captures[id(method)] or self._skipping(module) is not None:
+            if method is None or self._captures[id(method)] or self._skipped_by(module) is not None:
                 continue
             for layout in method.layouts(module):
                 parameters = list(layout.parameters.values())
@@ -542,7 +541,7 @@ class Registration:
     ) -> None:
         """Build the block of a parameter that no other method takes."""
         is_of_samples = self._captures[id(method)]
-        if is_of_samples and self._skipping(module) is not None:
+        if is_of_samples and self._skipped_by(module) is not None:
             return  # a fit leaves it out
         _require_elements(full, parameter)
         if (why := sparse(self._survey.sharers[id(parameter)])) is not None:
@@ -563,7 +562,7 @@ class Registration:
         self, full: str, parameter: nn.Parameter, name: str, module: nn.Module
     ) -> str | None:
         """Build the block of a parameter if its method takes it, or return why it does not."""
-        if (pattern := self._skipping(module)) is not None:
+        if (pattern := self._skipped_by(module)) is not None:
             return Reason.SKIPPED.format(pattern)
         if (method := self._methods.find(name)) is None:
             return Reason.NO_METHOD
@@ -708,13 +707,6 @@ class _TextsOfKind:
         names = [_name(block.method)]
         names += [_name(solver) for _, _, solver in block.solved_factors]
         return cls(" / ".join(dict.fromkeys(names)), list(_reduced(block)))
-
-
-def _explain(reasons: dict[int, str], module: nn.Module, reason: str) -> None:
-    """Add the reason why the parameters of a module have no block."""
-    for parameter in parameters_of(module).values():
-        why = reason if parameter.requires_grad else FROZEN
-        reasons.setdefault(id(parameter), why)
 
 
 def _flattened(parameter: nn.Parameter, layout: Layout) -> str:

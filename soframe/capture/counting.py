@@ -290,7 +290,7 @@ class Passes:
     # Returns a function for the factor by which the loss of the pass under way is multiplied, the
     # same function for all passes of these. None for losses as they are.
     scale_reader: Callable[[], Callable[[], float]] | None
-    # The passes by their numbers.
+    # The passes by number; several losses of the same forward passes are one of them.
     by_number: dict[int, Pass] = field(default_factory=dict, init=False)
     # The first error: the step raises it, on every rank.
     failure: Exception | None = field(default=None, init=False)

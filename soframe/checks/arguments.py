@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,21 +52,6 @@ def keywords(constructor: Callable[..., object]) -> set[str]:
     """Return the names of the settings of a constructor, without the model."""
     parameters = inspect.signature(constructor).parameters.values()
     return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"model"}
-
-
-def require_known(owner: str, settings: Iterable[str], known: Collection[str]) -> None:
-    """Raise a TypeError if a setting does not exist, with the nearest name and all names."""
-    for name in settings:
-        if name in known:
-            continue
-        hint = "."
-        for nearest in difflib.get_close_matches(name, known, 1):
-            hint = f"; did you mean {nearest!r}?"
-        raise TypeError(
-            f"{owner} has no setting {name!r}{hint} What a method takes is given to the method: "
-            f"method=soframe.methods.SOAP(betas=(0.9, 0.95)), for example. The settings are "
-            f"{', '.join(sorted(known))}"
-        )
 
 
 def _compile_patterns(name: str, patterns: Iterable[str]) -> None:

@@ -161,8 +161,8 @@ def spectra(curvature: WithSpectra) -> Figure:
     """Draw the eigenvalues of a fitted `soframe.Curvature` by layer; every rank must call.
 
     The largest of each layer is on the left. Eigenvalues that are zero to rounding are left out;
-    the legend has the part of the trace, and the number of eigenvalues above zero of all. Of many
-    layers it has the twelve with the largest traces.
+    the legend has the part of the trace, and the rank: the number of the others. Of many layers it
+    has the twelve with the largest traces.
     """
     from matplotlib.figure import Figure
 
@@ -175,7 +175,8 @@ def spectra(curvature: WithSpectra) -> Figure:
         rounding = finfo(values.dtype).eps * float(values[0]) * len(values)
         positive = values[values > rounding]
         share = traces[name] / trace if trace else 0.0
-        label = f"{name or 'model'}: {share:.0%} of the trace, {len(positive)} of {len(values)}"
+        rank = f"rank {len(positive)} of {len(values)}"
+        label = f"{name or 'model'}: {share:.0%} of the trace, {rank}"
         if name not in largest:
             label = f"_{name}"  # which matplotlib leaves out of the legend
         places = range(1, len(positive) + 1)

@@ -37,7 +37,8 @@ class ScalarLogger:
         source: A `soframe.Preconditioner`, or an optimizer that has one (`soframe.Optimizer`,
             `soframe.TrustRegion`).
         writer: An object with ``add_scalar(name, number, step)``; or a function of scalars by name
-            and the step, as ``lambda scalars, step: run.log(scalars, step=step)``.
+            and the step, as ``lambda scalars, step: run.log(scalars, step=step)``. None on ranks
+            that do not write.
         every: Steps between two logged ones.
         spectra: Whether factors are decomposed at every logged step, see ``metrics``.
         all_ranks: Whether ranks exchange their metrics; then every rank has to call `step`.
@@ -47,13 +48,13 @@ class ScalarLogger:
 
     Raises:
         ValueError: If ``rank`` does not exist, or ``every`` is no positive integer.
-        TypeError: If ``writer`` is neither.
+        TypeError: If ``writer`` is neither, on the rank that writes.
     """
 
     def __init__(
         self,
         source: Any,
-        writer: Writer | Callable[[Mapping[str, float], int], object],
+        writer: Writer | Callable[[Mapping[str, float], int], object] | None,
         *,
         every: int = 50,
         spectra: bool = False,
@@ -61,21 +62,20 @@ class ScalarLogger:
         rank: int = 0,
         prefix: str = "soframe/",
     ) -> None:
-        measured: Any = source if hasattr(source, "measure") else source.preconditioner
-        self._measured = measured
-        self._source = source if hasattr(source, "metrics") else measured
+        self._measured = source if hasattr(source, "measure") else source.preconditioner
+        self._source = source if hasattr(source, "metrics") else self._measured
         self._writer, self._every, self._prefix = writer, every, prefix
         self._spectra, self._all_ranks = spectra, all_ranks
-        if not isinstance(writer, Writer) and not callable(writer):
-            raise TypeError(
-                f"writer must have add_scalar(name, number, step), or be a function of scalars by "
-                f"name and the step, not {writer!r}"
-            )
         backend = self._measured.backend
         require_integer("ScalarLogger: every", every, 1)
         if rank not in range(backend.world_size):
             raise ValueError(f"rank={rank!r}, of {backend.world_size} rank(s)")
         self._writes = backend.rank == rank
+        if self._writes and not isinstance(writer, Writer) and not callable(writer):
+            raise TypeError(
+                f"writer must have add_scalar(name, number, step), or be a function of scalars by "
+                f"name and the step, not {writer!r}"
+            )
         self._takes_part = self._writes or all_ranks
         if self._takes_part:
             self._measured.measure(norms=self._is_due(1), times=True)
@@ -105,5 +105,5 @@ class ScalarLogger:
         if isinstance(self._writer, Writer):
             for name, number in named.items():
                 self._writer.add_scalar(name, number, step)
-        else:
+        elif callable(self._writer):
             self._writer(named, step)

@@ -98,7 +98,7 @@ class Run:
 
     def results(self, attempts: Sequence[Attempt]) -> list[Tensor]:
         """Keep and return the second-order data, after another attempt for failed groups."""
-        tensors: list[Tensor] = []
+        results: list[list[Tensor]] = []
         for job, attempt in zip(self.owned, attempts, strict=True):
             returned = {name: tuple(tensor.shape) for name, tensor in attempt.data.items()}
             declared = {n: spec.shape for n, spec in zip(job.names, job.stacked, strict=True)}
@@ -108,11 +108,10 @@ class Run:
                     f"{job.factor.name!r}, and tensors() declares {declared}"
                 )
             data = self._retry(job, attempt) if attempt.failed else attempt.data
-            tensors += [data[name] for name in job.names]
-        remaining = iter(tensors)
-        for job in self.owned:  # once all are there
-            job.tensors = list(itertools.islice(remaining, len(job.names)))
-        return tensors
+            results.append([data[name] for name in job.names])
+        for job, tensors in zip(self.owned, results, strict=True):  # once all are there
+            job.tensors = tensors
+        return list(itertools.chain.from_iterable(results))
 
     def fail(self, error: Exception) -> None:
         """Store an error of a solver: all ranks raise together, in `conclude`."""

@@ -33,8 +33,8 @@ class Mark(NamedTuple):
     """The gradient of a parameter after a backward pass, without a reference to it."""
 
     parameter: nn.Parameter
-    version: int | None = None  # None of a pass that has not ended
-    storage: StorageWeakRef | None = None  # of a sparse gradient none
+    version: int | None = None  # None before the pass has ended
+    storage: StorageWeakRef | None = None  # None of a sparse gradient
 
     def fits(self, gradient: Tensor, version: int) -> bool:
         """Return whether a gradient of a version is the marked one, unchanged."""
@@ -90,7 +90,7 @@ class Sums:
                 return False
             moment = partial(_add_tensor, moment)
         if len(self.stack.blocks) > 1:
-            if self._keep(factor, member, moment, multiplier):
+            if self._copy_rows(factor, member, moment, multiplier):
                 return True
         elif factor.name not in self.totals:
             # The first moment of a single block is its sum.
@@ -135,8 +135,8 @@ class Sums:
                 matrix = of_blocks[member]
                 parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
-    def _keep(self, factor: FactorSpec, member: int, moment: Addend, scale: float) -> bool:
-        """Copy the rows of a call, if they are few, and in shape and scale like those here."""
+    def _copy_rows(self, factor: FactorSpec, member: int, moment: Addend, scale: float) -> bool:
+        """Copy the rows of a call, if they are few, and of the shape and scale of those here."""
         few = few_rows(moment, factor)
         if few is None:
             return False
@@ -333,7 +333,8 @@ class Window:
 
         The samples are of the stages with that many passes.
         """
-        stages: dict[int, dict[int, int]] = {}  # the samples of the passes of each, by number
+        # By stage, the samples of its passes by number: losses of the same passes share a number.
+        stages: dict[int, dict[int, int]] = {}
         for backward in self.passes.by_number.values():
             stages.setdefault(backward.stage, {})[backward.number] = backward.samples
         most = max(map(len, stages.values()), default=0)

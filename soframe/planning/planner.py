@@ -384,7 +384,8 @@ def plan(
         ValueError: If they take none.
     """
     costs = Costs(task, hardware, amp=amp)
-    rows, reasons = list[Row](), list[str]()
+    rows: list[Row] = []
+    refusals: list[str] = []
     if options is None:
         options = usual(ranks)
     for option in options:
@@ -394,9 +395,9 @@ def plan(
         if why is None:
             rows.append(_row(costs, task, option, placement))
         else:
-            reasons.append(why)
+            refusals.append(why)
     if not rows:
-        raise ValueError(reasons[0])
+        raise ValueError(refusals[0])
     fixed = {"weights": task.size + task.frozen, "gradients": task.size}
     fixed["activations"] = task.activations
     if amp:  # most activations have half of the bytes in bfloat16
@@ -617,7 +618,8 @@ def _exact(placement: Placement) -> bool:
 
 def _strategy_as_code(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
-    kind, changed = type(strategy), list[str]()
+    kind = type(strategy)
+    changed: list[str] = []
     for name, option in getattr(strategy, "__dataclass_fields__", {}).items():
         value = getattr(strategy, name)
         if value != option.default:

@@ -101,7 +101,7 @@ class Task:
         captured = [block for block in self.blocks if block.captured]
         if self.inputs is None:
             what = "passes and statistics of calls" if captured else "passes"
-            return (f"no price for {what}: the inputs are unknown",)
+            return (f"no price for {what}: pass the shapes of the inputs (--input)",)
         seen = {call.helper for call in self.calls}
         missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
         if not missed:

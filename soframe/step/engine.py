@@ -264,10 +264,9 @@ class Engine:
     def _report(
         self, plan: Plan, common: Mapping[str, object], error: Exception | None
     ) -> tuple[Report, Magnitude | None, Exception | None]:
-        """Return this rank's report, without its weights, and its error.
+        """Return this rank's report, without its weights, the magnitudes to be read, and its error.
 
-        Between them are the magnitudes that are read behind the work of the step; None if they are
-        known.
+        The magnitudes are read behind the work of the step; None if they are in the report.
         """
         curvature, parts = self._curvature, self._parts
         window, gradients = curvature.statistics.window, curvature.averaged_gradients

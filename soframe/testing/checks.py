@@ -264,7 +264,8 @@ def _samples(
 ) -> Tensor:
     """Return the gradient of each sample, from the rows of a call: ``[N, groups, out, in]``."""
     rows = helper.output_rows(gradient)
-    assert rows.dim() == 4, f"{name}: output_rows must be [groups, batch, shared, features]"
+    what = f"{name}: output_rows must be [groups, batch, shared, features]"
+    assert rows.dim() == 4, f"{what}, not {list(rows.shape)}"
     assert rows.shape[1] == len(exact), f"{name}: rows must keep the batch, dimension 1"
     a = helper.block_rows(inputs, rows)
     shape = BlockShape(rows.shape[0], rows.shape[3], a.shape[3])
@@ -553,7 +554,8 @@ def _check_announced(solver: Solver, side: str, matrix: Tensor, data: Data, name
     """Compare the tensors of a factor with the announced ones."""
     kind: Literal["psd", "diagonal"] = "psd" if matrix.dim() == 3 else "diagonal"
     spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2], kind=kind))  # type: ignore[arg-type]
-    assert list(spec) == list(data), f"{name}: tensors() announces {list(spec)}"
+    names, returned = list(spec), list(data)
+    assert names == returned, f"{name}: tensors() announces {names}, solve() returns {returned}"
     for key, tensor in data.items():
         shape = tuple(tensor.shape)
         assert shape == spec[key].shape, f"{name}: {key} is {shape}, not {spec[key].shape}"

@@ -113,7 +113,8 @@ def test_spectra_are_the_eigenvalues_by_layer() -> None:
         assert len(line.get_ydata()) <= 4 < most == len(values)  # type: ignore[arg-type]
         assert line.get_ydata() == pytest.approx(values[: len(line.get_ydata())].tolist())  # type: ignore[arg-type]
         share = curvature.trace(name) / curvature.trace()
-        assert str(line.get_label()).startswith(f"{name}: {share:.0%} of the trace, ")
+        rank = f"rank {len(line.get_ydata())} of {most}"  # type: ignore[arg-type]
+        assert line.get_label() == f"{name}: {share:.0%} of the trace, {rank}"
 
 
 def test_a_figure_of_many_spectra_names_the_largest() -> None:

@@ -118,10 +118,13 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     assert [event.value for event in events] == pytest.approx([0.05 * 0.99, 0.05 * 0.99**3])
 
 
-def on_ranks(rank: int, ranks: int, all_ranks: bool) -> dict[int, dict[str, float]]:
+def on_ranks(
+    rank: int, ranks: int, all_ranks: bool, everywhere: bool = True
+) -> dict[int, dict[str, float]]:
     options = {"strategy": "mem-opt", "gradients": "local"}
     run, board = Run(Case(options), rank, ranks), Board()
-    logger = ScalarLogger(run.preconditioner, board, every=2, all_ranks=all_ranks)
+    writer = board if everywhere or rank == 0 else None
+    logger = ScalarLogger(run.preconditioner, writer, every=2, all_ranks=all_ranks)
     for step in range(2):
         run.step(step)
         logger.step()
@@ -138,3 +141,10 @@ def test_one_rank_writes_and_only_what_it_knows() -> None:
     first, second = run_ranks(on_ranks, 2, True)
     assert (list(first), list(second)) == ([2], [])
     assert all(f"soframe/gradient_norm/{name}" in first[2] for name in names)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_other_ranks_need_no_writer(all_ranks: bool) -> None:
+    first, second = run_ranks(on_ranks, 2, all_ranks, False)
+    assert (list(first), list(second)) == ([2], [])

@@ -355,7 +355,9 @@ def test_statistics_without_a_price_are_named() -> None:
     assert "no price for the statistics of 2 block(s), such as attend.in_proj" in made.notes[0]
     assert f"note: {made.notes[0]}" in str(made)
     unknown = plan(Task.of(dense(6, 5)), ranks=2, hardware=CPU).notes
-    assert unknown == ("no price for passes and statistics of calls: the inputs are unknown",)
+    assert unknown == (
+        "no price for passes and statistics of calls: pass the shapes of the inputs (--input)",
+    )
     assert not plan(Task.of(dense(6, 5), (torch.rand(3, 6),)), ranks=2, hardware=CPU).notes
 
 
