@@ -121,6 +121,7 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     arguments += ["--kind", "regression"]
     out = succeeded(models("inspect", *arguments))
     assert "4 of 6 parameters in 2 block(s)" in out
+    assert re.search(r"\nparameter  +shape  +block .*\n[- ]+\n0.weight ", out)
     assert "1.weight" in out
     assert "placement 'mem-opt' on 4 rank(s)" in out
     assert "\n\noptimizer = torch.optim.SGD(" in out
@@ -251,6 +252,9 @@ def test_recommend_inspect_and_plan_have_one_strategy_and_one_memory(models, ran
     assert advice.memory[advice.strategy] == held
     (row,) = (row for row in planned["rows"] if row["call"] == planned["chosen"])
     assert row["memory"]["held"] == held
+    if ranks == 1:
+        in_halves = json.loads(succeeded(models("plan", *arguments, "--amp")))
+        assert in_halves["fixed"]["activations"] == planned["fixed"]["activations"] / 2
 
 
 def test_a_kind_can_be_named(models):

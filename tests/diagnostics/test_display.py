@@ -66,6 +66,10 @@ def test_a_figure_has_what_the_metrics_have(found: dict[str, Any], tmp_path: Pat
     widths = [bar.get_width() for bar in conditions.patches]
     assert widths == [one["spectrum"]["condition"] or 0 for one in factors]
     assert [bar.get_width() for bar in ages.patches] == [1] * 4 + [3] * 4
+    # A pair of bars a factor, one below the other, with the name at their middle.
+    places = [bar.get_y() + bar.get_height() / 2 for bar in ages.patches]
+    assert places == pytest.approx([0, 1, 2, 3, 0.4, 1.4, 2.4, 3.4])
+    assert ages.get_yticks() == pytest.approx([0.2, 1.2, 2.2, 3.2])
     assert [text.get_text() for text in ages.get_yticklabels()] == names
     image = tmp_path / "figures" / "metrics.png"
     shown = show(tmp_path, json.dumps(found), "--figure", str(image))

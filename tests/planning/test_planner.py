@@ -18,6 +18,7 @@ from torch import nn
 import soframe
 from soframe.comm import Recording
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
+from soframe.planning.figure import front
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import Transients, _observing, _peak, transients
 from soframe.planning.planner import (
@@ -243,6 +244,27 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     assert made_of(costs[1]).why == "it is the only option"
     with pytest.raises(ValueError, match=r"solve_every=3 holds least, 40 bytes"):
         made_of(*costs, limit=30).chosen  # noqa: B018
+
+
+def test_a_figure_has_every_option_and_numbers_the_front() -> None:
+    made = made_of((1.0, 50, False), (2.0, 90, True), (2.5, 60, False), limit=90)
+    drawn = front(made)
+    (axes,) = drawn.axes
+    curves = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]  # GB, ms
+    assert curves[:2] == [[(90e-9, 2000.0)], [(50e-9, 1000.0), (60e-9, 2500.0)]]
+    assert curves[-1] == [(90e-9, 0), (90e-9, 1)]  # the limit, over the whole height
+    numbers = [(text.get_text(), text.xy) for text in axes.texts]  # type: ignore[attr-defined]
+    assert numbers == [("1", (50e-9, 1000.0)), ("2", (90e-9, 2000.0))]
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "all ranks' statistics",
+        "fewer samples",
+        "1  mem-opt, solve_every 1",
+        "2  mem-opt, solve_every 2",
+        "limit",
+    ]
+    assert not legend.get_frame_on()
+    assert axes.get_title() == "planned: 4 ranks, cpu"
 
 
 def test_what_a_device_has_left_is_a_limit() -> None:

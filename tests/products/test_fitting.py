@@ -470,11 +470,14 @@ def test_an_interrupted_fit_goes_on(method: str, runs: int, tmp_path: Path) -> N
     again = soframe.Curvature(model, method).load(tmp_path)
     with pytest.raises(RuntimeError, match="not fitted"):
         again.trace()
+    other = soframe.Curvature(model, method).load(tmp_path)
     again.fit(data, counts, folder=tmp_path, every=2)
     assert seen == [5, 4, 3] * (2 if method == "ekfac" else 1)
     whole = soframe.Curvature(model, method).fit(data, cross_entropy)
     close(again, whole)
-    close(soframe.Curvature(model, method).load(tmp_path), whole)
+    # A finished fit leaves nothing of the interrupted one that was loaded before.
+    close(other.load(tmp_path), whole)
+    close(other.fit(data, cross_entropy), whole)
 
 
 KILLED = """
