@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def test_tables_show_every_factor_and_phase(found: dict[str, Any], tmp_path: Pat
     shown = show(tmp_path, json.dumps(found))
     assert shown.exit_code == 0, shown.output
     rows = {tuple(line.split()[:2]): line.split() for line in shown.stdout.splitlines()}
+    # A line a row, one space from the edge.
+    assert re.search(r"\n 0 .*\n +A \(5\) .*\n +G \(5\) .*\n 2 .*\n +A \(6\) ", shown.stdout)
     a = rows["A", "(5)"]
     assert a[2:4] == ["1", "3"]  # steps since statistics and since the solve
     spectrum = found["blocks"]["0"]["factors"]["A"]["spectrum"]
@@ -111,6 +114,8 @@ def test_spectra_are_the_eigenvalues_by_layer() -> None:
     curvature = soframe.Curvature(model).fit([inputs], loss)
     (axes,) = measured.spectra(curvature).axes
     assert len(axes.lines) == 2
+    assert axes.xaxis.get_gridlines()[0].get_visible()
+    assert not axes.spines["top"].get_visible()
     for line, name, most in zip(axes.lines, ("0", "2"), (16, 10), strict=True):
         values = curvature.eigenvalues(name).flip(0)
         assert len(line.get_ydata()) <= 4 < most == len(values)  # type: ignore[arg-type]

@@ -265,6 +265,7 @@ def test_a_figure_has_every_option_and_numbers_the_front() -> None:
     ]
     assert not legend.get_frame_on()
     assert axes.get_title() == "planned: 4 ranks, cpu"
+    assert axes.xaxis.get_gridlines()[0].get_visible()
 
 
 def test_what_a_device_has_left_is_a_limit() -> None:
