@@ -336,6 +336,7 @@ def test_plan_says_what_is_wrong(models, arguments, message):
 
 def test_the_version(invoke):
     assert succeeded(invoke("--version")) == f"soframe {soframe.__version__}\n"
+    assert "completion" not in succeeded(invoke("--help"))  # the command leaves the shell alone
 
 
 def test_an_error_leaves_with_one_line_and_no_traceback(tmp_path, monkeypatch, capsys):

@@ -73,6 +73,9 @@ def test_a_figure_has_what_the_metrics_have(found: dict[str, Any], tmp_path: Pat
     places = [bar.get_y() + bar.get_height() / 2 for bar in ages.patches]
     assert places == pytest.approx([0, 1, 2, 3, 0.4, 1.4, 2.4, 3.4])
     assert ages.get_yticks() == pytest.approx([0.2, 1.2, 2.2, 3.2])
+    for axes in (spectra, ages):
+        axes.set_xlim(0, 2)
+        assert all(place % 1 == 0 for place in axes.get_xticks())  # numbers and steps are whole
     assert [text.get_text() for text in ages.get_yticklabels()] == names
     image = tmp_path / "figures" / "metrics.png"
     shown = show(tmp_path, json.dumps(found), "--figure", str(image))

@@ -584,18 +584,26 @@ def test_the_line_to_paste_is_python_that_a_preconditioner_takes(
         assert placement.digest == built.placement.digest
 
 
-@pytest.mark.parametrize("method", ["kfac", "soap", "shampoo", "ekfac"])
-def test_a_pasted_line_leaves_the_intervals_to_the_method(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "intervals"),
+    [
+        ("kfac", (10, 100)),
+        ("ekfac", (10, 100)),
+        ("soap", (1, 10)),
+        ("shampoo", (1, 10)),
+        ({"0": "kfac", "1": "soap"}, (10, 10)),
+    ],
+    ids=str,
+)
+def test_a_pasted_line_leaves_the_intervals_to_the_method(
+    method: Any, intervals: tuple[int, int]
+) -> None:
     model = dense(6, 5, 4)
     task = Task.of(model, method=method)
     (row,) = plan(task, ranks=1, hardware=CPU).rows
     said = eval(f"dict({row.option.call()})", {"soframe": soframe})
     assert said == {"strategy": "comm-opt"}
-    usual = soframe.Preconditioner(model, method, kl_clip=None)
-    captured = any(block.captured for block in usual.blocks)
-    usual.close()
-    assert captured == (method in ("kfac", "ekfac"))
-    assert row.intervals == ((10, 100) if captured else (1, 10))
+    assert row.intervals == intervals
     (row,) = plan(task, ranks=1, hardware=CPU, options=[Option(MemOpt(), solve_every=20)]).rows
     assert row.option.call() == "strategy='mem-opt', solve_every=20"
     assert row.intervals[1] == 20
