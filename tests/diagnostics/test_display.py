@@ -66,6 +66,17 @@ def test_a_figure_has_what_the_metrics_have(found: dict[str, Any], tmp_path: Pat
     factors = [one for block in found["blocks"].values() for one in block["factors"].values()]
     values = factors[0]["spectrum"]["eigenvalues"][0]
     assert list(spectra.lines[0].get_ydata()) == [v / values[0] for v in values if v > 0]
+    assert list(spectra.lines[0].get_xdata()) == [1, 2, 3, 4, 5]
+    assert (spectra.get_yscale(), conditions.get_xscale()) == ("log", "log")
+    assert [axes.get_title() for axes in (spectra, conditions, ages)] == [
+        "spectra",
+        "condition",
+        "steps ago",
+    ]
+    for axes, labels in ((spectra, names), (ages, ["statistics", "solve"])):
+        legend = axes.get_legend()
+        assert legend is not None
+        assert [text.get_text() for text in legend.get_texts()] == labels
     widths = [bar.get_width() for bar in conditions.patches]
     assert widths == [one["spectrum"]["condition"] or 0 for one in factors]
     assert [bar.get_width() for bar in ages.patches] == [1] * 4 + [3] * 4
@@ -73,6 +84,7 @@ def test_a_figure_has_what_the_metrics_have(found: dict[str, Any], tmp_path: Pat
     places = [bar.get_y() + bar.get_height() / 2 for bar in ages.patches]
     assert places == pytest.approx([0, 1, 2, 3, 0.4, 1.4, 2.4, 3.4])
     assert ages.get_yticks() == pytest.approx([0.2, 1.2, 2.2, 3.2])
+    assert ages.yaxis_inverted()
     for axes in (spectra, ages):
         axes.set_xlim(0, 2)
         assert all(place % 1 == 0 for place in axes.get_xticks())  # numbers and steps are whole
@@ -117,12 +129,14 @@ def test_spectra_are_the_eigenvalues_by_layer() -> None:
     curvature = soframe.Curvature(model).fit([inputs], loss)
     (axes,) = measured.spectra(curvature).axes
     assert len(axes.lines) == 2
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert axes.xaxis.get_gridlines()[0].get_visible()
     assert not axes.spines["top"].get_visible()
     for line, name, most in zip(axes.lines, ("0", "2"), (16, 10), strict=True):
         values = curvature.eigenvalues(name).flip(0)
         assert len(line.get_ydata()) <= 4 < most == len(values)  # type: ignore[arg-type]
         assert line.get_ydata() == pytest.approx(values[: len(line.get_ydata())].tolist())  # type: ignore[arg-type]
+        assert list(line.get_xdata()) == list(range(1, 1 + len(line.get_ydata())))  # type: ignore[arg-type]
         share = curvature.trace(name) / curvature.trace()
         assert str(line.get_label()).startswith(f"{name}: {share:.0%} of the trace, ")
 
@@ -139,6 +153,9 @@ def test_a_figure_of_many_spectra_names_the_largest() -> None:
     curvature = soframe.Curvature(nn.Sequential(*layers)).fit([torch.ones(2, 1)], loss)
     axes = measured.spectra(curvature).axes[0]
     assert len(axes.lines) == 20
+    looks = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
+    assert len(set(looks[:14])) == 14  # of seven colors, solid and dashed
+    assert looks[14:] == looks[:6]
     legend = axes.get_legend()
     assert legend is not None
     traces = {str(number): curvature.trace(str(number)) for number in range(20)}

@@ -265,6 +265,9 @@ def test_a_figure_has_every_option_and_numbers_the_front() -> None:
     ]
     assert not legend.get_frame_on()
     assert axes.get_title() == "planned: 4 ranks, cpu"
+    assert (axes.get_xlabel()[:2], axes.get_ylabel()[:2]) == ("GB", "ms")
+    assert len({line.get_color() for line in (*axes.lines[:2], axes.lines[-1])}) == 3
+    assert not axes.spines["right"].get_visible()
     assert axes.xaxis.get_gridlines()[0].get_visible()
 
 
