@@ -41,6 +41,7 @@ def test_tables_show_every_factor_and_phase(found: dict[str, Any], tmp_path: Pat
     shown = show(tmp_path, json.dumps(found))
     assert shown.exit_code == 0, shown.output
     rows = {tuple(line.split()[:2]): line.split() for line in shown.stdout.splitlines()}
+    assert " phase       ms per step  share  bytes  collectives " in shown.stdout
     # A line a row, one space from the edge.
     assert re.search(r"\n 0 .*\n +A \(5\) .*\n +G \(5\) .*\n 2 .*\n +A \(6\) ", shown.stdout)
     a = rows["A", "(5)"]
