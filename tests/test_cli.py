@@ -125,6 +125,7 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     arguments += ["--kind", "regression"]
     out = succeeded(models("inspect", *arguments))
     assert "4 of 6 parameters in 2 block(s)" in out
+    assert re.search(r"\nparameter  +shape  +block .*\n[- ]+\n0.weight ", out)
     assert "1.weight" in out
     assert "placement 'mem-opt' on 4 rank(s)" in out
     assert "\n\noptimizer = torch.optim.SGD(" in out
@@ -265,6 +266,9 @@ def test_recommend_inspect_and_plan_have_one_strategy_and_one_memory(models, ran
     assert advice.memory[advice.strategy] == held
     (row,) = (row for row in planned["rows"] if row["call"] == planned["chosen"])
     assert row["memory"]["held"] == held
+    if ranks == 1:
+        in_halves = json.loads(succeeded(models("plan", *arguments, "--amp")))
+        assert in_halves["fixed"]["activations"] == planned["fixed"]["activations"] / 2
 
 
 def test_a_kind_can_be_named(models):
@@ -346,6 +350,7 @@ def test_plan_says_what_is_wrong(models, arguments, message):
 
 def test_the_version(invoke):
     assert succeeded(invoke("--version")) == f"soframe {soframe.__version__}\n"
+    assert "completion" not in succeeded(invoke("--help"))  # the command leaves the shell alone
 
 
 def test_an_error_leaves_with_one_line_and_no_traceback(tmp_path, monkeypatch, capsys):

@@ -192,7 +192,7 @@ def _of_factor(
     # The steps between an event and the last step: 0 for the last one.
     if name in record.masses.keys() & record.statistics_at.keys():
         ages["statistics_age"] = steps - 1 - record.statistics_at[name]
-    if block.solved and name in block.tensors.keys() & record.solved_at.keys():
+    if block.solved and name in record.solved_at:
         ages["solve_age"] = steps - 1 - record.solved_at[name]
     return {
         "kind": str(factor.kind),

@@ -53,9 +53,9 @@ class Parts:
     loss_average: LossAverage  # how the loss averages samples
     precision: Precision  # how a GPU multiplies float32
     choices: Choices  # of the first registration
-    keeps_hooks: bool = False  # whether the hooks of another curvature may stay on the model
-    common: tuple[object, ...] = ()  # further settings that all ranks must share
-    means: bool = False  # whether factors are means over data, rather than followed in training
+    keeps_hooks: bool  # whether the hooks of another curvature may stay on the model
+    common: tuple[object, ...]  # further settings that all ranks must share
+    means: bool  # whether factors are means over data, rather than followed in training
 
 
 def parts_of(

@@ -40,6 +40,7 @@ def test_the_last_window_by_its_numbers() -> None:
     named = {key: rank[key] for key in ("step", "calls", "passes", "samples", "rows")}
     assert named == {"step": 1, "calls": 2, "passes": 2, "samples": 8, "rows": 8}
     assert rank["contributes to"] == rank["holds"] == rank["solves"] == ["A", "G"]
+    assert rank["makes the update"]
     a, g = found.factors["A"], found.factors["G"]
     assert (a["degree"], a["mean over"], g["degree"], g["mean over"]) == (0, "samples", 2, "rows")
     # The mean of two passes of a half each: the sums of both count as one mean.
@@ -75,6 +76,12 @@ def test_what_a_block_lacks_has_a_reason() -> None:
     assert "no window that takes them has ended" in text
     assert "no second-order data yet" in text
     assert "measure(norms=True)" in text
+    own = soframe.Preconditioner(model, statistics_every=1)
+    with closing(own):
+        model[0](randn(3, 3)).square().mean().backward()
+        own.step()
+        found = own.explain("2")
+    assert found.reasons[0].startswith("In the window of step 0 no rank called its layers")
 
 
 def test_a_block_that_does_not_exist_is_named_with_the_others() -> None:
@@ -120,5 +127,7 @@ def test_a_block_has_the_solver_and_the_damping_that_it_reads(
         passes(model, [3])
         own.step()
         found = own.explain("0.weight" if method == "soap" else "0")
+    contributes = ["A", "G"] if method == "kfac" else []  # of gradients no rank has a part
+    assert found.ranks[0]["contributes to"] == contributes
     assert found.block["solver"].startswith(solver)
     assert found.block["damping"] == damping

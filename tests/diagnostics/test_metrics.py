@@ -306,7 +306,7 @@ def test_a_block_that_nobody_uses_counts_for_nothing() -> None:
 # -- times and bytes -----------------------------------------------------------------------------
 
 
-def test_times_add_up_and_begin_when_asked() -> None:
+def test_times_add_up_and_begin_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     training.step()
     found = training.own.metrics()
@@ -326,6 +326,11 @@ def test_times_add_up_and_begin_when_asked() -> None:
     found = training.step()
     assert found["timed_steps"] == 1
     assert 0 < found["phases"]["solve"]["seconds"] < before + 60
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0)  # a clock that is too coarse
+    training.own.measure(times=True)
+    found = training.step()
+    assert found["phases"]["solve"]["seconds"] == 0
+    assert {phase["share"] for phase in found["phases"].values()} == {None}
 
 
 # -- spectra -------------------------------------------------------------------------------------

@@ -199,6 +199,13 @@ def test_an_error_names_what_trains_the_model(
     _compare_with_torch(build())
 
 
+def test_a_matrix_without_a_bias_may_be_a_linear_layer() -> None:
+    layer = Dense()
+    layer.register_parameter("bias", None)
+    with pytest.raises(ValueError, match=REMEDIES[Dense]):
+        soframe.Preconditioner(layer)
+
+
 def test_pytorch_geometric_s_linear_has_a_block() -> None:
     _compare_with_torch(Geometric())
 

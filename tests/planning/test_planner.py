@@ -18,6 +18,7 @@ from torch import nn
 import soframe
 from soframe.comm import Recording
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
+from soframe.planning.figure import front
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import Transients, _observing, _peak, transients
 from soframe.planning.planner import (
@@ -243,6 +244,31 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     assert made_of(costs[1]).why == "it is the only option"
     with pytest.raises(ValueError, match=r"solve_every=3 holds least, 40 bytes"):
         made_of(*costs, limit=30).chosen  # noqa: B018
+
+
+def test_a_figure_has_every_option_and_numbers_the_front() -> None:
+    made = made_of((1.0, 50, False), (2.0, 90, True), (2.5, 60, False), limit=90)
+    drawn = front(made)
+    (axes,) = drawn.axes
+    curves = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]  # GB, ms
+    assert curves[:2] == [[(90e-9, 2000.0)], [(50e-9, 1000.0), (60e-9, 2500.0)]]
+    assert curves[-1] == [(90e-9, 0), (90e-9, 1)]  # the limit, over the whole height
+    numbers = [(text.get_text(), text.xy) for text in axes.texts]  # type: ignore[attr-defined]
+    assert numbers == [("1", (50e-9, 1000.0)), ("2", (90e-9, 2000.0))]
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "all ranks' statistics",
+        "fewer samples",
+        "1  mem-opt, solve_every 1",
+        "2  mem-opt, solve_every 2",
+        "limit",
+    ]
+    assert not legend.get_frame_on()
+    assert axes.get_title() == "planned: 4 ranks, cpu"
+    assert (axes.get_xlabel()[:2], axes.get_ylabel()[:2]) == ("GB", "ms")
+    assert len({line.get_color() for line in (*axes.lines[:2], axes.lines[-1])}) == 3
+    assert not axes.spines["right"].get_visible()
+    assert axes.xaxis.get_gridlines()[0].get_visible()
 
 
 def test_what_a_device_has_left_is_a_limit() -> None:
@@ -577,18 +603,26 @@ def test_the_line_to_paste_is_python_that_a_preconditioner_takes(
         assert placement.digest == built.placement.digest
 
 
-@pytest.mark.parametrize("method", ["kfac", "soap", "shampoo", "ekfac"])
-def test_a_pasted_line_leaves_the_intervals_to_the_method(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "intervals"),
+    [
+        ("kfac", (10, 100)),
+        ("ekfac", (10, 100)),
+        ("soap", (1, 10)),
+        ("shampoo", (1, 10)),
+        ({"0": "kfac", "1": "soap"}, (10, 10)),
+    ],
+    ids=str,
+)
+def test_a_pasted_line_leaves_the_intervals_to_the_method(
+    method: Any, intervals: tuple[int, int]
+) -> None:
     model = dense(6, 5, 4)
     task = Task.of(model, method=method)
     (row,) = plan(task, ranks=1, hardware=CPU).rows
     said = eval(f"dict({row.option.call()})", {"soframe": soframe})
     assert said == {"strategy": "comm-opt"}
-    usual = soframe.Preconditioner(model, method, kl_clip=None)
-    captured = any(block.captured for block in usual.blocks)
-    usual.close()
-    assert captured == (method in ("kfac", "ekfac"))
-    assert row.intervals == ((10, 100) if captured else (1, 10))
+    assert row.intervals == intervals
     (row,) = plan(task, ranks=1, hardware=CPU, options=[Option(MemOpt(), solve_every=20)]).rows
     assert row.option.call() == "strategy='mem-opt', solve_every=20"
     assert row.intervals[1] == 20

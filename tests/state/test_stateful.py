@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import soframe
 from soframe.checkpoint import PlainPlanner, PlainReader, Whole
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over
+from tests.state.test_plain_metadata import Calls
 from tests.state.test_resume import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -80,3 +83,10 @@ def test_every_optimizer_can_be_given_to_it(kind: str, tmp_path: Path) -> None:
         assert again.param_groups[0]["lr"] == trained.param_groups[0]["lr"]
         again, trained = again.preconditioner, trained.preconditioner
     assert equal(again.state_dict(), trained.state_dict())
+
+
+def test_nothing_that_is_saved_is_called() -> None:
+    file = io.BytesIO()
+    torch.save(Calls(pytest.fail, "called"), file)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        Whole(nn.Linear(1, 1)).load_state_dict({"whole": file.getvalue()})

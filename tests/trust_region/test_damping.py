@@ -109,6 +109,7 @@ def test_a_constant_may_be_a_schedule() -> None:
     own.observe(-math.inf)
     own.load(own.state())
     assert own.at(0) == 1.0
+    assert not own.at_cap()
 
 
 def test_policies_go_by_name() -> None:
