@@ -68,12 +68,6 @@ def choose(geometry: Geometry, threads: int = 1, *, gpu: bool = False) -> Path:
     return min(times, key=times.__getitem__)
 
 
-@lru_cache(maxsize=1024)
-def entries(geometry: Geometry) -> int:
-    """Return the number of entries of all patches."""
-    return geometry.groups * geometry.positions * geometry.features
-
-
 def _shifts(geometry: Geometry, threads: int) -> float:
     rows, columns, channels = geometry.rows, geometry.columns, geometry.channels
     by_row = rowwise.serves(geometry)
