@@ -265,6 +265,7 @@ CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
     ("rows", "the first stride of ResNet-20", (64, 16, 32, 3, 2, 1)),
     ("shifts", "ResNet-20, first stage", (64, 16, 32, 3, 1, 1)),
     ("shifts", "ResNet-50, last stage", (8, 512, 7, 3, 1, 1)),
+    ("unfold", "LeNet-5, a few images", (8, 1, 28, 5, 1, 0)),
     ("unfold", "nothing to share", (8, 16, 2, 3, 1, 1)),
 ]
 
