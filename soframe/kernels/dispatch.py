@@ -37,7 +37,7 @@ MOVE = 1.5e-9  # one element, copied as one of at most NARROW channels
 CALL = 1.5e-5  # a product and the operators around it
 WRITTEN_OUT = 10  # copies, as long as writing out patches takes
 SIDE_BY_SIDE = 2  # copies, as long as writing kernel columns side by side takes
-NARROW = 12  # columns of a product: fewer take as long
+NARROW = 16  # columns of a product: fewer take as long
 WIDE = 64  # columns of a product: threads share wider ones only
 
 # Seconds on an H200.
