@@ -440,13 +440,15 @@ class Accumulator:
         scaled: list[tuple[Tensor, float]] = []  # sums, and multipliers that they still lack
         for stack, members in self._placed.members(list(used)).items():
             names_of = {m: window.tallies[stack.blocks[m]].gathered for m in members}
+            sums = window.sums[stack].totals if stack in window.sums else {}
             for index, factor in enumerate(stack.like.factors):
                 gathered = tuple([m for m in members if factor.name in names_of[m]])
                 if gathered:
-                    terms.append(self._term(stack, gathered, index, used, step, scaled))
+                    here = sums.get(factor.name)
+                    terms.append(self._term(stack, gathered, index, here, used, step, scaled))
         if scaled:
-            sums, multipliers = zip(*scaled, strict=True)
-            torch._foreach_mul_(sums, multipliers)
+            tensors, multipliers = zip(*scaled, strict=True)
+            torch._foreach_mul_(tensors, multipliers)
         enter(self._placed, terms, decay, identity=self._scale.scaling == "kaisa")
         window.sums.clear()  # before anything is solved, for its memory
 
@@ -469,11 +471,12 @@ class Accumulator:
         stack: Stack,
         members: tuple[int, ...],
         index: int,
+        total: Tensor | None,
         used: Mapping[Block, Weights],
         step: int,
         scaled: list[tuple[Tensor, float]],
     ) -> Term:
-        """Return this rank's sums of a factor; add them to ``scaled`` if they are to be scaled."""
+        """Return the term of a factor; add its sums to ``scaled`` if they are to be scaled."""
         factor, multipliers, reached = stack.like.factors[index], [], []
         position = stack.like.captured.index(factor)
         for member in members:
@@ -490,9 +493,6 @@ class Accumulator:
                     multiplier /= divisor
                 multipliers += itertools.repeat(multiplier, factor.groups)
                 reached.append([divisor / self._scale.copies])
-        sums = self.window.sums_of(stack)
-        sums.multiply()
-        total = sums.totals.get(factor.name)
         if total is not None:
             total = stack.take(total, members)
             if len(set(multipliers)) > 1:

@@ -61,7 +61,7 @@ class _Rows:
     """Rows of a factor whose moments are not in its sum yet, of one call of each block."""
 
     matrices: Tensor  # of all blocks, with ones for a bias: ``[blocks * groups, rows, n]``
-    parts: Sequence[Tensor]  # by block, for ``[groups, batch, shared, n]`` without ones
+    parts: Sequence[Tensor]  # by block, for ``[groups, batch, ...]`` without ones
     scale: float  # the multiplier of their moments
     members: set[int] = field(default_factory=set)  # the blocks that have rows
 
@@ -89,10 +89,10 @@ class Sums:
             if moment.shape != factor.shape:
                 return False
             moment = partial(_add_tensor, moment)
-        if len(self.stack.blocks) > 1:
-            if self._copy_rows(factor, member, moment, multiplier):
-                return True
-        elif factor.name not in self.totals:
+        few = few_rows(moment, factor)
+        if few is not None and self._copy_rows(factor, member, few, multiplier):
+            return True
+        if len(self.stack.blocks) == 1 and factor.name not in self.totals:
             # The first moment of a single block is its sum.
             new = moment(None, multiplier)
             if new.shape != factor.shape:
@@ -135,27 +135,27 @@ class Sums:
                 matrix = of_blocks[member]
                 parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
-    def _copy_rows(self, factor: FactorSpec, member: int, moment: Addend, scale: float) -> bool:
-        """Copy the rows of a call, if they are few, and of the shape and scale of those here."""
-        few = few_rows(moment, factor)
-        if few is None:
-            return False
+    def _copy_rows(
+        self, factor: FactorSpec, member: int, few: tuple[Tensor, int], scale: float
+    ) -> bool:
+        """Copy a few rows of a call, if they are of the shape and scale of those here."""
+        views, count = few
         rows = self._rows.get(factor.name)
         if rows is not None and member in rows.members:
             self.multiply()
             rows = None
         if rows is None:
-            groups, batch, shared, width = few.shape
-            parts = few.new_empty((len(self.stack.blocks), groups, batch, shared, factor.size))
-            matrices = parts.view(-1, batch * shared, factor.size)
-            if factor.reads == "inputs" and width < factor.size:
-                parts[..., -1].fill_(1.0)
-                parts = parts[..., :-1]
+            blocks = len(self.stack.blocks)
+            matrices = parts = views.new_empty((blocks * factor.groups, count, factor.size))
+            if blocks * views.numel() < matrices.numel():
+                matrices[..., -1].fill_(1.0)
+                parts = matrices[..., :-1]
+            parts = parts.view(blocks, *views.shape)
             rows = self._rows[factor.name] = _Rows(matrices, parts.unbind(), scale)
         part = rows.parts[member]
-        if part.shape != few.shape or rows.scale != scale:
+        if part.shape != views.shape or rows.scale != scale:
             return False
-        part.copy_(few)
+        part.copy_(views)
         rows.members.add(member)
         return True
 

@@ -35,9 +35,9 @@ MULTIPLY_ADD = 3e-11  # of large products
 READ = 3e-10  # one element, read by a product or copied
 MOVE = 1.5e-9  # one element, copied as one of at most NARROW channels
 CALL = 1.5e-5  # a product and the operators around it
-WRITTEN_OUT = 16  # copies, as long as writing out patches takes
+WRITTEN_OUT = 10  # copies, as long as writing out patches takes
 SIDE_BY_SIDE = 2  # copies, as long as writing kernel columns side by side takes
-NARROW = 12  # columns of a product: fewer take as long
+NARROW = 16  # columns of a product: fewer take as long
 WIDE = 64  # columns of a product: threads share wider ones only
 
 # Seconds on an H200.
@@ -66,12 +66,6 @@ def choose(geometry: Geometry, threads: int = 1, *, gpu: bool = False) -> Path:
         times["rows"] = _rows(geometry, threads)
         times["unfold"] = _unfold(geometry, threads)
     return min(times, key=times.__getitem__)
-
-
-@lru_cache(maxsize=1024)
-def entries(geometry: Geometry) -> int:
-    """Return the number of entries of all patches."""
-    return geometry.groups * geometry.positions * geometry.features
 
 
 def _shifts(geometry: Geometry, threads: int) -> float:

@@ -43,7 +43,12 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
 
 
 def positions_first(x: Tensor) -> Tensor:
-    """Return ``[height, width, batch, channels]`` of an image; copies move whole pixels."""
+    """Return ``[height, width, batch, channels]`` of an image."""
+    if x.is_contiguous():
+        # The transpose of one matrix, which torch copies by tiles.
+        batch, channels, height, width = x.shape
+        positions = x.view(batch * channels, height * width).T.contiguous()
+        return positions.view(height, width, batch, channels)
     return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
 
 

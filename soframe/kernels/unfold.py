@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 
 import torch
 from torch import Tensor
@@ -13,28 +12,24 @@ from soframe.kernels.geometry import Geometry
 from soframe.kernels.gram import add_moment
 
 
-def patches(x: Tensor, geometry: Geometry, *, ones: bool = False) -> Tensor:
-    """Return ``[groups, batch, positions, features]``, of kernel row, kernel column, channel.
-
-    With ``ones`` each has a last feature of one.
-    """
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return ``[groups, batch, positions, features]``, of kernel row, kernel column, channel."""
     # One strided copy, several times as fast as torch's own, which unfolds image by image.
+    return windows(x, geometry).flatten(4).flatten(2, 3)
+
+
+def windows(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return views of patches, ``[groups, batch, output, output, kernel, kernel, channels]``."""
     rows, columns = geometry.rows, geometry.columns
     around = (0, 0, columns.before, columns.after, rows.before, rows.after)
     x = torch.constant_pad_nd(x.permute(0, 2, 3, 1), around)
     size, strides = _windows(geometry, x.stride())
-    windows = x.as_strided(size, strides)
-    if not ones:
-        return windows.flatten(4).flatten(2, 3)
-    written = x.new_empty(*size[:4], prod(size[4:]) + 1)
-    written[..., :-1].view(size).copy_(windows)
-    written[..., -1].fill_(1.0)
-    return written.flatten(2, 3)
+    return x.as_strided(size, strides)
 
 
 @lru_cache(maxsize=256)
 def _windows(geometry: Geometry, stride: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return size and strides ``[groups, batch, output, output, kernel, kernel, channels]``."""
+    """Return the size and the strides of `windows`."""
     groups, channels, rows, columns = geometry[1:]
     image, down, along, across = stride  # of ``[batch, height, width, all channels]``
     size = [groups, geometry.batch, rows.out, columns.out, rows.kernel, columns.kernel, channels]

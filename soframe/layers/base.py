@@ -60,7 +60,7 @@ class InnerCall:
 
 
 FEW = 2**15
-"""Up to so many numbers, a CPU concatenates rows with ones for the bias; more it sums apart."""
+"""Up to so many numbers, rows are copied, with ones for the bias; of more it is summed apart."""
 
 
 _OF_INPUTS = {"input_rows", "block_rows", "input_moment"}
@@ -383,6 +383,12 @@ class LayerHelper(WeightAndBias, ABC):
             ``[groups, in]`` in the dtype of ``output_rows``.
         """
         return self.block_rows(inputs, output_rows).sum((1, 2))
+
+    def row_views(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
+        """Return views of `weight_rows`, in any shape; None if `input_moment` is of other rows."""
+        if type(self).input_moment is not LayerHelper.input_moment or not self.multiplies:
+            return None
+        return self.weight_rows(inputs, output_rows)
 
     def input_key(self) -> Hashable | None:
         """Return the settings on which `input_moment` depends, in addition to its tensors.

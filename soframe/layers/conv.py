@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.kernels import devices, pointwise
-from soframe.kernels.dispatch import PATHS, Path, choose, entries
+from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, add_moment, new_sum
-from soframe.kernels.unfold import patches
-from soframe.layers.base import FEW, BlockShape, Inputs, LayerHelper, Unit, widened
+from soframe.kernels.unfold import patches, windows
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit, widened
 from soframe.registry import register
 
 
@@ -50,7 +50,7 @@ class Conv2dHelper(LayerHelper):
     path: ClassVar[Path | None] = None
     unit: ClassVar[Unit | None] = "sample"
     widens: ClassVar[bool] = True  # true of all paths that accelerators use
-    _rowless = frozenset({"input_key", "input_moment", "input_sum", "_weight_means"})
+    _rowless = frozenset({"row_views", "input_key", "input_moment", "input_sum", "_weight_means"})
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -81,6 +81,12 @@ class Conv2dHelper(LayerHelper):
         x, geometry = self._image(inputs, inputs[0].dtype)
         return patches(x, geometry)
 
+    def row_views(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
+        if self.weight is None:
+            return None
+        x, geometry = self._image(inputs, output_rows.dtype)
+        return windows(x, geometry)
+
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """Return a view, channels first or last."""
         g = self._batched(grad_output)
@@ -94,11 +100,7 @@ class Conv2dHelper(LayerHelper):
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         x, geometry = self._image(inputs, output_rows.dtype)
-        gpu = devices.on_gpu(x)
-        path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
-        if path == "unfold" and entries(geometry) <= FEW and not gpu:
-            rows = patches(x, geometry, ones=self.bias is not None)
-            return add_moment(total, rows, scale)
+        path = self.path or choose(geometry, torch.get_num_threads(), gpu=devices.on_gpu(x))
         if self.bias is None and path == "pointwise":
             return add_moment(total, pointwise.rows(x, geometry), scale)
         if total is None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from soframe.kernels.gram import add_squares, takes_one_product
 from soframe.kernels.samples import sample_moments
-from soframe.layers.base import LayerHelper, widened
+from soframe.layers.base import FEW, LayerHelper, widened
 from soframe.layers.layout import BlockShape, Layout
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.spectrum import Spectrum
@@ -35,9 +35,6 @@ from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 MAX_SIZE = 8192
 """The longest side that has a matrix as its factor: 256 MB in float32, and minutes of a CPU."""
-
-FEW = 2**12
-"""Up to so many numbers, rows are few even if the matrix of their moment has fewer."""
 
 SMALL = (BlockShape(1, 1, 1), BlockShape(1, 1, 2), BlockShape(1, 2, 1), BlockShape(1, 2, 2))
 """Shapes from which the names of factors and states are read by default."""
@@ -153,25 +150,27 @@ class Call:
         return sample_moments(rows, self.output_rows, diagonal=self._long)
 
 
-def few_rows(addend: Addend, factor: FactorSpec) -> Tensor | None:
+def few_rows(addend: Addend, factor: FactorSpec) -> tuple[Tensor, int] | None:
     """Return the rows of whose plain moment an addend is, without ones for a bias.
 
-    ``[groups, batch, shared, n]``; None for many rows, and for other statistics.
+    Views of them, ``[groups, batch, ...]``, and their number; None for many rows, and for other
+    statistics.
     """
     function = getattr(addend, "__func__", None)
     if function not in (Call.input_moment, Call.output_moment) or factor.kind != "psd":
         return None
     call: Call = addend.__self__  # type: ignore[attr-defined]  # of a bound method
-    helper, name, (groups, batch, shared, _) = call.helper, function.__name__, call.rows.shape
-    is_plain = getattr(type(helper), name) is getattr(LayerHelper, name)
-    numbers = batch * shared * factor.size  # of a group
+    groups, batch, shared, width = call.rows.shape
+    count, numbers = batch * shared, batch * shared * factor.size  # of a group
     are_few = numbers * groups <= max(prod(factor.shape), FEW)
-    if call.widens or not (is_plain and are_few and takes_one_product(factor.size, numbers)):
+    if call.widens or not (are_few and takes_one_product(factor.size, numbers)):
         return None
-    if function is Call.output_moment:
-        return call.output_rows
-    assert call.inputs is not None
-    return helper.weight_rows(call.inputs, call.output_rows) if helper.multiplies else None
+    if function is Call.input_moment:
+        assert call.inputs is not None
+        views = call.helper.row_views(call.inputs, call.output_rows)
+        return None if views is None else (views, count)
+    is_plain = type(call.helper).output_moment is LayerHelper.output_moment
+    return (call.output_rows, count) if is_plain and width == factor.size else None
 
 
 def _no_weights() -> Tensor:

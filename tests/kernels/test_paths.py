@@ -13,7 +13,7 @@ from torch import Tensor
 from soframe.kernels import devices, rowwise, unfold
 from soframe.kernels.dispatch import PATHS, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_sums, segments
-from soframe.kernels.gram import mirror, with_ones
+from soframe.kernels.gram import mirror
 from soframe.layers import conv
 from soframe.testing import compare
 from tests.curvature import randn
@@ -136,7 +136,8 @@ def test_every_path_is_the_sum_over_patches(
     compare(
         patch_sums(own, geometry), patches.sum((1, 2)), "sums of patches", rtol=1e-10, atol=1e-12
     )
-    assert torch.equal(unfold.patches(own, geometry, ones=True), with_ones(patches))
+    views = unfold.windows(own, geometry)
+    assert torch.equal(views.flatten(4).flatten(2, 3), patches)
 
 
 @given(geometry=geometries(most_groups=1), layout=st.sampled_from(LAYOUTS))
@@ -261,9 +262,11 @@ CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
     ("pointwise", "1 x 1", (8, 64, 56, 1, 1, 0)),
     ("rows", "the stem of ResNet-50", (8, 3, 224, 7, 2, 3)),
     ("rows", "the stem of ResNet-20", (64, 3, 32, 3, 1, 1)),
-    ("rows", "the first stride of ResNet-20", (64, 16, 32, 3, 2, 1)),
+    ("shifts", "the first stride of ResNet-20", (64, 16, 32, 3, 2, 1)),
+    ("rows", "8 channels", (64, 8, 32, 3, 1, 1)),
     ("shifts", "ResNet-20, first stage", (64, 16, 32, 3, 1, 1)),
     ("shifts", "ResNet-50, last stage", (8, 512, 7, 3, 1, 1)),
+    ("unfold", "LeNet-5, a few images", (8, 1, 28, 5, 1, 0)),
     ("unfold", "nothing to share", (8, 16, 2, 3, 1, 1)),
 ]
 
