@@ -33,7 +33,7 @@ from soframe.blocks.survey import plain_name
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
-from soframe.checks.numbers import require_integer, require_numbers
+from soframe.checks.values import require_integer, require_numbers
 from soframe.checks.warning import warn
 from soframe.comm.agreement import add_over_ranks, fingerprint, require_common
 from soframe.comm.base import Backend

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from soframe.blocks import sharding
-from soframe.checks.numbers import require_integer, require_numbers
+from soframe.checks.values import require_integer, require_numbers
 from soframe.curvature import Curvature
 from soframe.losses import SquaredError
 

@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from soframe.blocks import sharding
-from soframe.checks.numbers import is_number, require_integer
+from soframe.checks.values import is_number, require_integer
 from soframe.curvature import Curvature
 from soframe.products.operator import Operator
 from soframe.products.vectors import Coordinates

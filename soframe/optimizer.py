@@ -33,7 +33,7 @@ from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
 from soframe.blocks.survey import plain_name
 from soframe.checks.arguments import check_model, keywords
-from soframe.checks.numbers import require_numbers
+from soframe.checks.values import require_numbers
 from soframe.checks.warning import warn
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes, copies

@@ -23,7 +23,7 @@ from soframe.blocks.block import Block, Solved
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.checks.numbers import require_numbers
+from soframe.checks.values import require_numbers
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice

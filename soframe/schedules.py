@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Generic, Literal, TypeVar
 
-from soframe.checks.numbers import is_integer
+from soframe.checks.values import is_integer
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from soframe.checks.values import require_word
+
 VALUE = "value"
 """Under this name a factor without a solver is part of a block's second-order data."""
 
@@ -124,7 +126,7 @@ class FactorSpec:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        self._require_known("side", get_args(Side))
+        require_word(f"factor {self.name!r}: side", self.side, get_args(Side))
         by_side = {"right": "inputs", "left": "outputs", "both": "both"}
         reads = getattr(self, "reads", None) or by_side[self.side]
         by_reads = {"inputs": (0, "samples"), "outputs": (2, "rows")}
@@ -134,10 +136,10 @@ class FactorSpec:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "needs", tuple(self.needs))
-        self._require_known("reads", get_args(Reads))
-        self._require_known("mean_over", get_args(MeanOver))
+        require_word(f"factor {self.name!r}: reads", self.reads, get_args(Reads))
+        require_word(f"factor {self.name!r}: mean_over", self.mean_over, get_args(MeanOver))
         if not isinstance(self.kind, FactorKind):
-            self._require_known("kind", get_args(Kind))
+            require_word(f"factor {self.name!r}: kind", self.kind, get_args(Kind))
         if self.degree not in (0, 1, 2):
             raise ValueError(f"factor {self.name!r}: degree must be 0, 1 or 2, not {self.degree}")
         if (self.kind == "elementwise") != (self.columns > 0):
@@ -148,14 +150,6 @@ class FactorSpec:
             raise ValueError(
                 f"factor {self.name!r}: start= belongs to reads='gradient'; averages of calls "
                 f"start from the identity under scaling='kaisa'"
-            )
-
-    def _require_known(self, name: str, words: Sequence[str]) -> None:
-        """Raise a ValueError if a field is none of some words."""
-        value = getattr(self, name)
-        if value not in words:
-            raise ValueError(
-                f"factor {self.name!r}: {name} must be one of {', '.join(words)}, not {value!r}"
             )
 
     def up_to(self, max_size: float) -> FactorSpec:

@@ -22,6 +22,7 @@ from torch import Tensor
 from soframe.blocks import sharding
 from soframe.capture.counting import Samples, multiplier, observed
 from soframe.capture.hooks import Capture
+from soframe.checks.values import require_word
 from soframe.losses.base import Loss
 from soframe.losses.classification import CrossEntropy
 from soframe.losses.sum import SumLoss
@@ -40,9 +41,7 @@ class Fisher:
     generator: torch.Generator | None = None  # their source of randomness; None for torch's
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS_OF_FISHER:
-            names = ", ".join(map(repr, KINDS_OF_FISHER))
-            raise ValueError(f"fisher must be one of {names}, not {self.kind!r}")
+        require_word("fisher", self.kind, KINDS_OF_FISHER)
         if self.probed and self.loss is None:
             raise ValueError(
                 f"fisher={self.kind!r} needs a loss, for example Statistics(loss='cross-entropy')"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from soframe.checks.numbers import is_number
+from soframe.checks.values import is_number
 
 LEAST, MOST = 1e-100, 1e100
 """Scales are squared, in numbers of 64 bits."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from soframe.capture.counting import DataRows
-from soframe.checks.numbers import is_part
+from soframe.checks.values import is_part
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import Memory, content
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from soframe.checks.numbers import is_number, require_integer
+from soframe.checks.values import is_number, require_integer
 from soframe.registry import KINDS, describe, register
 from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.diagnostics.metrics import scalars
 
 

@@ -18,7 +18,6 @@ from soframe.blocks.block import Block, PlacedBlocks, unpack
 from soframe.combinations import READ_BY
 from soframe.comm.agreement import gather_json
 from soframe.diagnostics.norms import Norms, measure
-from soframe.diagnostics.spectra import spectrum
 from soframe.estimate.averages import settled
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
@@ -380,3 +379,50 @@ def _named_of_factor(name: str, metrics: Mapping[str, Any]) -> Iterator[tuple[st
     if metrics["spectrum"] is not None:
         for key in _OF_SPECTRUM:
             yield f"{key}/{name}", metrics["spectrum"][key]
+
+
+def spectrum(matrix: Tensor, factor: FactorSpec, *, full: bool = False) -> dict[str, Any] | None:
+    """Return a summary of a factor's eigenvalues over all its groups, in float64, as plain data.
+
+    The matrix is the running factor, without damping. ``"condition"`` is the largest of a group,
+    None if the smallest eigenvalue is zero to the rounding of the factor's dtype;
+    ``"effective_rank"`` the exponential of the entropy of the normalised eigenvalues (Roy and
+    Vetterli, 2007), between 1 and n, 0 for zeros, the mean over groups. None for a factor that is
+    neither a matrix nor a diagonal.
+    """
+    if factor.kind == "psd":
+        values = torch.linalg.eigvalsh(matrix.double())
+    elif factor.kind == "diagonal":
+        values = matrix.double().sort(dim=1).values
+    else:
+        return None
+    values = values.flip(1)
+    rounding = torch.finfo(matrix.dtype).eps * values.shape[1]
+    summary: dict[str, Any] = {
+        "largest": float(values[:, 0].max()),
+        "smallest": float(values[:, -1].min()),
+        "condition": _condition(values, rounding),
+        "effective_rank": float(_effective_rank(values).mean()),
+        "trace": float(values.sum(1).mean()),
+    }
+    if full:
+        summary["eigenvalues"] = values.tolist()
+    return summary
+
+
+def _condition(values: Tensor, rounding: float) -> float | None:
+    """Return the largest condition number over groups; None where rounding hides it."""
+    largest, smallest = values[:, 0], values[:, -1]
+    if not bool((smallest > rounding * largest).all()):
+        return None
+    condition = float((largest / smallest).max())
+    return condition if math.isfinite(condition) else None
+
+
+def _effective_rank(values: Tensor) -> Tensor:
+    """Return ``exp(-sum_i p_i log p_i)`` with ``p_i = v_i / sum_j v_j``, for each group."""
+    positive = values.clamp(min=0)  # negative ones are rounding errors
+    total = positive.sum(1, keepdim=True)
+    shares = positive / total.where(total > 0, 1.0)
+    ranks = torch.special.entr(shares).sum(1).exp()
+    return torch.where(total.squeeze(1) > 0, ranks, 0.0)

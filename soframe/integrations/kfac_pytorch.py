@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.checks.arguments import FACTOR_DTYPES
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.checks.warning import warn
 from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC

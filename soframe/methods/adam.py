@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from soframe.checks.numbers import require_numbers
+from soframe.checks.values import require_numbers
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, Method
 from soframe.methods.composed import Composed, Names

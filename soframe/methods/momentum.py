@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from soframe.checks.numbers import is_number
+from soframe.checks.values import is_number
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.registry import register

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.kernels import devices
 from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.graft import at_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from soframe.blocks.registration import Choice, averaging_group
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import check_rows
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer, require_word
 from soframe.comm.agreement import say_failed
 from soframe.comm.base import Backend, SingleProcess
 from soframe.comm.distributed import TorchDistributed
@@ -82,20 +82,14 @@ def methods(choice: Choice) -> list[Method]:
     return [KINDS["method"].build(component, Method) for component in choices]
 
 
-def require(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise ValueError if a setting is not one of the allowed words."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
-
-
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Check settings that are words or numbers of rows, by their own names."""
-    require("scaling", settings["scaling"], ("fisher", "kaisa"))
-    require("loss_average", settings["loss_average"], ("local", "global", "sum"))
+    require_word("scaling", settings["scaling"], ("fisher", "kaisa"))
+    require_word("loss_average", settings["loss_average"], ("local", "global", "sum"))
     if not (settings["samples"] is None or callable(settings["samples"])):
-        require("samples", settings["samples"], ("batch", "positions"))
-    require("precision", settings["precision"], ("fast", "full"))
-    require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
+        require_word("samples", settings["samples"], ("batch", "positions"))
+    require_word("precision", settings["precision"], ("fast", "full"))
+    require_word("gradients", settings["gradients"], averaging.GRADIENTS)
     if settings["gradients"] == "local" and settings["grad_scaler"] is not None:
         raise ValueError(
             "gradients='local' does not go with a GradScaler: ranks would skip steps apart"

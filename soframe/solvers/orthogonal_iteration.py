@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.kernels.precision import multiply
 from soframe.registry import describe, register
 from soframe.solvers.base import replace_groups, symmetric

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from soframe.checks.numbers import require_integer
+from soframe.checks.values import require_integer
 from soframe.checks.warning import warn
 from soframe.comm.base import Backend
 from soframe.state import checksums

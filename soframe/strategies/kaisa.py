@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from soframe.checks.numbers import is_part
+from soframe.checks.values import is_part
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, compute_cost, share_out
 from soframe.strategies.base import Strategy

@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from soframe.checks.numbers import is_integer
+from soframe.checks.values import is_integer
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, memory_cost, share_out
 from soframe.strategies.base import Strategy

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.diagnostics import scalars
-from soframe.diagnostics.spectra import spectrum
+from soframe.diagnostics.metrics import spectrum
 from soframe.settings import grouped
 from soframe.solvers import Eigen
 from soframe.specs import FactorSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -38,6 +39,13 @@ def is_number(value: object) -> bool:
     except OverflowError:  # an integer of hundreds of digits
         return False
     return True
+
+
+def require_word(name: str, value: object, words: Iterable[str]) -> None:
+    """Raise a ValueError unless a setting is one of some words."""
+    known = list(words)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
 
 
 def require_numbers(owner: str, **settings: object) -> None:
