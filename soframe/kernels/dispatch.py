@@ -106,7 +106,9 @@ def _product(length: int, size: int, geometry: Geometry, threads: int, by_row: b
     groups = geometry.groups
     if size == 1 < groups:
         return CALL + length * groups * 2 * READ
-    work = groups * (length * max(size, NARROW) ** 2 * MULTIPLY_ADD + length * size * READ)
+    by_width = max(size, NARROW) ** 2 * MULTIPLY_ADD + size * READ
+    # A few columns take as long as copies of them.
+    work = groups * length * (by_width if size > NARROW else min(by_width, size * MOVE))
     apart = 2 * length * size * groups * _copy(size) if groups > 1 else 0.0  # groups are copied
     if by_row or size >= WIDE:
         work /= threads

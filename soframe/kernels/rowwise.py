@@ -47,8 +47,7 @@ def positions_first(x: Tensor) -> Tensor:
     if x.is_contiguous():
         # The transpose of one matrix, which torch copies by tiles.
         batch, channels, height, width = x.shape
-        positions = x.view(batch * channels, height * width).T.contiguous()
-        return positions.view(height, width, batch, channels)
+        return x.flatten(0, 1).flatten(1).T.contiguous().view(height, width, batch, channels)
     return x.contiguous(memory_format=torch.channels_last).permute(2, 3, 0, 1)
 
 

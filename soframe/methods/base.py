@@ -153,8 +153,7 @@ class Call:
 def few_rows(addend: Addend, factor: FactorSpec) -> tuple[Tensor, int] | None:
     """Return the rows of whose plain moment an addend is, without ones for a bias.
 
-    Views of them, ``[groups, batch, ...]``, and their number; None for many rows, and for other
-    statistics.
+    Views of them, ``[groups, batch, ...]``, and their number; None if many, or other statistics.
     """
     function = getattr(addend, "__func__", None)
     if function not in (Call.input_moment, Call.output_moment) or factor.kind != "psd":
@@ -165,12 +164,13 @@ def few_rows(addend: Addend, factor: FactorSpec) -> tuple[Tensor, int] | None:
     are_few = numbers * groups <= max(prod(factor.shape), FEW)
     if call.widens or not (are_few and takes_one_product(factor.size, numbers)):
         return None
+    views: Tensor | None = None
     if function is Call.input_moment:
         assert call.inputs is not None
         views = call.helper.row_views(call.inputs, call.output_rows)
-        return None if views is None else (views, count)
-    is_plain = type(call.helper).output_moment is LayerHelper.output_moment
-    return (call.output_rows, count) if is_plain and width == factor.size else None
+    elif type(call.helper).output_moment is LayerHelper.output_moment and width == factor.size:
+        views = call.output_rows
+    return None if views is None else (views, count)
 
 
 def _no_weights() -> Tensor:

@@ -264,6 +264,7 @@ CHOICES: list[tuple[str, str, tuple[int, ...]]] = [
     ("rows", "the stem of ResNet-20", (64, 3, 32, 3, 1, 1)),
     ("shifts", "the first stride of ResNet-20", (64, 16, 32, 3, 2, 1)),
     ("rows", "8 channels", (64, 8, 32, 3, 1, 1)),
+    ("rows", "one channel", (128, 1, 28, 3, 1, 1)),
     ("shifts", "ResNet-20, first stage", (64, 16, 32, 3, 1, 1)),
     ("shifts", "ResNet-50, last stage", (8, 512, 7, 3, 1, 1)),
     ("unfold", "LeNet-5, a few images", (8, 1, 28, 5, 1, 0)),
