@@ -582,7 +582,7 @@ class Curvature(OfModel):
         checkpoint.load(self, path, key="curvature")
         self._spectra = None
         if not fitting.progress.gathering:
-            fitting.solve()  # what another solver had solved
+            fitting.solve()  # blocks that another solver had solved
             self._spectra = spectra_of(self.placed)
         return self
 

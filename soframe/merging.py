@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from soframe.blocks import sharding
-from soframe.checks.values import is_number, require_integer
+from soframe.checks.values import require_integer, require_numbers
 from soframe.curvature import Curvature
 from soframe.products.operator import Operator
 from soframe.products.vectors import Coordinates
@@ -109,7 +109,8 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
     """Raise a ValueError unless models and blocks are alike, and the damping is positive."""
     if not curvatures:
         raise ValueError("merge: pass a fitted curvature of each model")
-    if not (is_number(damping) and 0 < damping < math.inf):
+    require_numbers("merge", damping=damping)
+    if not 0 < damping < math.inf:
         raise ValueError(
             f"merge: damping must be a positive and finite number, not {damping!r}: pass a few "
             f"mean eigenvalues, 3 * curvature.trace() / len(curvature.eigenvalues())"

@@ -212,7 +212,8 @@ def _sum(output: Any) -> Tensor:
     sums: list[Tensor] = []
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            sums.append((torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum())
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            sums.append(real.sum())
     if not sums:
         raise ValueError(
             "the forward pass returns no tensor with a gradient, so a plan has no backward pass: "

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
-from soframe.checks.values import require_word
 from soframe.step.verdict import keep_if
 
 WeightDecayKind = Literal["decoupled", "cautious"]
@@ -77,7 +76,11 @@ def _check(move: Move, name: str, prefix: str) -> None:
             raise ValueError(
                 f"{name}{prefix}{setting} must be finite in float32 and not negative, not {value!r}"
             )
-    require_word(f"{name}{prefix}weight_decay_kind", move.kind, WEIGHT_DECAY_KINDS)
+    if move.kind not in WEIGHT_DECAY_KINDS:
+        kinds = ", ".join(map(repr, WEIGHT_DECAY_KINDS))
+        raise ValueError(
+            f"{name}{prefix}weight_decay_kind must be one of {kinds}, not {move.kind!r}"
+        )
     if move.constraint is None:
         return
     if move.constraint not in CONSTRAINTS:
