@@ -286,6 +286,8 @@ def _packed(block: Block, spec: FactorSpec, matrix: Tensor) -> Tensor:
         raise ValueError(
             f"{spec.name} of layer {block.name!r} is {tuple(matrix.shape)}, not of shape {shape}"
         )
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"{spec.name} of layer {block.name!r} is not finite")
     matrix = matrix.detach().to(device=block.device, dtype=block.dtype)
     if spec.name == "A" and isinstance(block.layout.module, nn.Conv2d):
         order = _patch_order(block.layout.module, spec.size).to(block.device)
