@@ -48,4 +48,4 @@ def test_the_garbage_collector_rests_while_layers_are_registered(fails: bool) ->
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)
     assert gc.isenabled()
-    assert len(collections) < 400  # thousands with the collector at work
+    assert len(collections) < 150  # hundreds with the collector at work, thousands in a new process
