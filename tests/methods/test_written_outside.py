@@ -424,10 +424,10 @@ def test_a_helper_of_another_layout_says_what_to_override(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "diag"}, "factor 'A': kind must be one of psd, diagonal, vector, elementwise"),
-        ({"reads": "input"}, "factor 'A': reads must be one of inputs, outputs, both, gradient"),
-        ({"mean_over": "row"}, "factor 'A': mean_over must be one of samples, rows, group rows"),
-        ({"side": "in"}, "factor 'A': side must be one of left, right, both, not 'in'"),
+        ({"kind": "diag"}, "factor 'A': kind must be one of 'psd', 'diagonal', 'vector'"),
+        ({"reads": "input"}, "factor 'A': reads must be one of 'inputs', 'outputs'"),
+        ({"mean_over": "row"}, "factor 'A': mean_over must be one of 'samples', 'rows', 'group rows'"),
+        ({"side": "in"}, "factor 'A': side must be one of 'left', 'right', 'both', not 'in'"),
     ],
 )
 def test_a_word_that_no_factor_has_is_an_error(fields: dict[str, Any], message: str) -> None:
