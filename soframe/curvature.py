@@ -55,7 +55,7 @@ from soframe.products.samples import Routing, SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
 from soframe.settings import Distribution, Statistics, flat, group_of
-from soframe.setup import building, choosing
+from soframe.setup import building, choosing, describing
 from soframe.setup.parts import Parts, parts_of
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
@@ -446,6 +446,18 @@ class Curvature(OfModel):
     def to_scipy(self) -> Any:
         """Return it as a ``LinearOperator`` of scipy; see `Operator.to_scipy`."""
         return self._operator().to_scipy()
+
+    def __repr__(self) -> str:
+        now: dict[str, object] = {"steps": self.steps}
+        if self._fit is not None:
+            now = {"fitted": self._spectra is not None}
+        return describing.text(
+            "Curvature",
+            model=self.parts.model,
+            blocks=self.blocks,
+            settings={"strategy": self.strategy, "fisher": self.parts.fisher.kind},
+            now=now,
+        )
 
     @property
     def left_out(self) -> Mapping[str, str]:

@@ -38,6 +38,18 @@ def test_every_setting_is_in_the_text() -> None:
     assert " at 0x" not in repr(own)
 
 
+def test_a_curvature_says_whether_it_is_fitted() -> None:
+    model = network()
+    own = soframe.Curvature(model, "ekfac", strategy="mem-opt", skip=["^0$"])
+    found = lines(repr(own))
+    assert found["model"] == "Sequential, 2 of 4 trainable parameters in 1 block(s)"
+    assert (found["fisher"], found["fitted"]) == ("'empirical'", "False")
+    assert found["strategy"].startswith("MemOpt(")
+    own.fit([torch.ones(3, 4)], lambda model, batch: (model(batch), model(batch).square().mean()))
+    assert lines(repr(own))["fitted"] == "True"
+    assert lines(repr(soframe.Preconditioner(model, lr=0.1).curvature))["steps"] == "0"
+
+
 CHOSEN: dict[str, Any] = {
     "damping": 0.25,
     "decay": 0.75,

@@ -426,7 +426,7 @@ def test_a_helper_of_another_layout_says_what_to_override(
     [
         ({"kind": "diag"}, "factor 'A': kind must be one of 'psd', 'diagonal', 'vector'"),
         ({"reads": "input"}, "factor 'A': reads must be one of 'inputs', 'outputs'"),
-        ({"mean_over": "row"}, "factor 'A': mean_over must be one of 'samples', 'rows', 'group rows'"),
+        ({"mean_over": "row"}, "factor 'A': mean_over must be one of 'samples', 'rows'"),
         ({"side": "in"}, "factor 'A': side must be one of 'left', 'right', 'both', not 'in'"),
     ],
 )
