@@ -49,9 +49,9 @@ def merge(
             damping or the number of iterations is not positive and finite.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
-    _require_alike(curvatures, damping)
+    _require_alike(curvatures)
     require_integer("merge: iterations", iterations, 1)
-    damping = float(damping)  # of a tensor
+    damping = _positive(damping)
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
     merged = _mean(models)
     mean: dict[str, Tensor] = {}
@@ -77,6 +77,16 @@ def merge(
     for name, move in coordinates.unflat(torch.from_numpy(solution)).items():
         merged[name] = (mean[name] + move.to(mean[name])).to(merged[name].dtype)
     return merged
+
+
+def _positive(damping: float) -> float:
+    """Return a damping, perhaps in a tensor; raise a ValueError unless it is positive."""
+    if not (is_number(damping) and 0 < damping < math.inf):
+        raise ValueError(
+            f"merge: damping must be a positive and finite number, not {damping!r}: pass a few "
+            f"mean eigenvalues, 3 * curvature.trace() / len(curvature.eigenvalues())"
+        )
+    return float(damping)
 
 
 def _mean(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -105,15 +115,10 @@ def _sum_of(
     return LinearOperator((size, size), matvec=multiply, dtype=np.float64)
 
 
-def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
-    """Raise a ValueError unless models and blocks are alike, and the damping is positive."""
+def _require_alike(curvatures: Sequence[Curvature]) -> None:
+    """Raise a ValueError unless models and blocks are alike."""
     if not curvatures:
         raise ValueError("merge: pass a fitted curvature of each model")
-    if not (is_number(damping) and 0 < damping < math.inf):
-        raise ValueError(
-            f"merge: damping must be a positive and finite number, not {damping!r}: pass a few "
-            f"mean eigenvalues, 3 * curvature.trace() / len(curvature.eigenvalues())"
-        )
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
         sharding.require_whole(curvature.parameters.items(), "merge")

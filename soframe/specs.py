@@ -124,9 +124,8 @@ class FactorSpec:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        self._require_known("side", get_args(Side))
         by_side = {"right": "inputs", "left": "outputs", "both": "both"}
-        reads = getattr(self, "reads", None) or by_side[self.side]
+        reads = getattr(self, "reads", None) or by_side.get(self.side)
         by_reads = {"inputs": (0, "samples"), "outputs": (2, "rows")}
         degree, mean_over = by_reads.get(reads, (2, "samples"))
         defaults = {"reads": reads, "degree": degree, "mean_over": mean_over}
@@ -134,10 +133,7 @@ class FactorSpec:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "needs", tuple(self.needs))
-        self._require_known("reads", get_args(Reads))
-        self._require_known("mean_over", get_args(MeanOver))
-        if not isinstance(self.kind, FactorKind):
-            self._require_known("kind", get_args(Kind))
+        self._compare_words()
         if self.degree not in (0, 1, 2):
             raise ValueError(f"factor {self.name!r}: degree must be 0, 1 or 2, not {self.degree}")
         if (self.kind == "elementwise") != (self.columns > 0):
@@ -150,13 +146,15 @@ class FactorSpec:
                 f"start from the identity under scaling='kaisa'"
             )
 
-    def _require_known(self, name: str, words: Sequence[str]) -> None:
-        """Raise a ValueError if a field is none of some words."""
-        value = getattr(self, name)
-        if value not in words:
-            raise ValueError(
-                f"factor {self.name!r}: {name} must be one of {', '.join(words)}, not {value!r}"
-            )
+    def _compare_words(self) -> None:
+        """Raise a ValueError if a field is none of its words."""
+        fields = {"side": Side, "kind": Kind, "reads": Reads, "mean_over": MeanOver}
+        for name, words in fields.items():
+            value, known = getattr(self, name), get_args(words)
+            if value not in known and not isinstance(value, FactorKind):
+                raise ValueError(
+                    f"factor {self.name!r}: {name} must be one of {', '.join(known)}, not {value!r}"
+                )
 
     def up_to(self, max_size: float) -> FactorSpec:
         """Return this factor, or its diagonal alone if it is a matrix of more rows."""

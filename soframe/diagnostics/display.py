@@ -45,7 +45,7 @@ COLUMNS = (
 def read(path: Path) -> dict[str, Any]:
     """Read metrics from a JSON file of the result of ``metrics()``."""
     try:
-        metrics = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        metrics = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(metrics, dict) or metrics.get("format") != FORMAT:
@@ -60,8 +60,8 @@ def read(path: Path) -> dict[str, Any]:
     return metrics
 
 
-def _refuse(constant: str) -> None:
-    """Raise a ValueError: JSON has no such numbers, which Python writes and reads."""
+def _constant(constant: str) -> None:
+    """Raise a ValueError: JSON has no NaN or infinity, which Python writes and reads."""
     raise ValueError(f"{constant} is none of its numbers")
 
 
