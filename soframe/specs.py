@@ -125,7 +125,7 @@ class FactorSpec:
 
     def __post_init__(self) -> None:
         by_side = {"right": "inputs", "left": "outputs", "both": "both"}
-        reads = getattr(self, "reads", None) or by_side.get(self.side)
+        reads = getattr(self, "reads", None) or by_side.get(str(self.side), "both")
         by_reads = {"inputs": (0, "samples"), "outputs": (2, "rows")}
         degree, mean_over = by_reads.get(reads, (2, "samples"))
         defaults = {"reads": reads, "degree": degree, "mean_over": mean_over}
