@@ -59,6 +59,7 @@ from soframe.setup import building, choosing, describing
 from soframe.setup.parts import Parts, parts_of
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
+from soframe.state.entries import same_solvers
 from soframe.state.transfer import hand_over
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
@@ -345,8 +346,8 @@ class Curvature(OfModel):
             loader: The batches. Methods with several passes need a DataLoader or a list.
             loss: ``loss(model, batch)`` runs the forward pass of the model that it is given, and
                 returns the outputs and the mean loss over the batch.
-            folder: Where to save it (`save`), every so many batches and at the end; None for no
-                saves.
+            folder: Where to save it (`save`), every so many batches and at the end, a folder of
+                its own; None for no saves.
             every: The number of batches between two sums over ranks, and saves.
 
         Returns:
@@ -536,6 +537,9 @@ class Curvature(OfModel):
         ``fc/factors/A``, and ``meaning`` a JSON text with the Fisher and, by block, its parameters,
         and side, kind, degree and number of samples or rows of each factor.
 
+        Args:
+            folder: A folder of its own: the checkpoints that are in it are removed.
+
         Returns:
             The folder of the checkpoint, within ``folder``.
 
@@ -687,8 +691,12 @@ class Curvature(OfModel):
         """Raise ValueError if factors of a state are in other bases than this object's solves."""
         for block in self.blocks:
             saved = blocks.get(block.name, {})
-            if block.needing_data and saved.get("solved"):
-                state.require_solvers(saved, block)
+            if block.needing_data and saved.get("solved") and not same_solvers(saved, block):
+                raise ValueError(
+                    f"block {block.name!r} was solved by {saved['solver']}, and is now by "
+                    f"{describe(block.solver)}, which has other bases: pass the solver= that it "
+                    f"was solved by"
+                )
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
         """Raise on all copies of all stages if one rank cannot load its state: none does then."""

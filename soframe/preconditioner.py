@@ -12,7 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never
 
 import torch
@@ -282,8 +282,9 @@ class Preconditioner(OfModel):
             ValueError: If there is no such block, or a damping is negative or not finite.
         """
         known = self.curvature.dampings.keys() | {block.name for block in self.blocks}
-        _require_blocks("damp", dampings, known)
         for name, damping in dampings.items():
+            if name not in known:
+                raise ValueError(f"damp: there is no block {name!r}, see preconditioner.blocks")
             require_numbers(f"damp: {name}", damping=damping)
             if not 0 <= damping < math.inf:
                 raise ValueError(f"damp: {name}: {damping!r} is not at least 0 and finite")
@@ -314,7 +315,10 @@ class Preconditioner(OfModel):
         Raises:
             ValueError: If there is no such block.
         """
-        _require_blocks("restore", snapshot, {block.name for block in self.blocks})
+        known = {block.name for block in self.blocks}
+        for name in snapshot:
+            if name not in known:
+                raise ValueError(f"restore: there is no block {name!r}, see preconditioner.blocks")
         self.curvature.restore(snapshot)
 
     def forget(self) -> None:
@@ -625,10 +629,3 @@ class Preconditioner(OfModel):
         Background solves are cancelled; one that has begun is waited for.
         """
         self.curvature.close()
-
-
-def _require_blocks(call: str, names: Iterable[str], known: Set[str]) -> None:
-    """Raise a ValueError if a name is of no block."""
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{call}: there is no block {name!r}, see preconditioner.blocks")

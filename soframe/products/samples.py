@@ -228,7 +228,13 @@ def sample_gradients(
 ) -> SampleGradients:
     """Return the gradients of the samples of a batch; see `Curvature.gradients` for errors."""
     require_apart(model)
-    _require_calls(placed.blocks)
+    for block in placed.blocks:
+        if not block.helpers:
+            raise ValueError(
+                f"{block.name}: {type(block.method).__name__} reads no calls of layers, which show "
+                f"the gradients of samples: build a soframe.Curvature(model) beside it, and take "
+                f"its gradients()"
+            )
     is_sharded = any(map(sharding.is_distributed, model.parameters()))
     backend = placed.backend if is_sharded else None
     capture = Capture(model=model, precision=precision, backend=backend)
@@ -252,17 +258,6 @@ def sample_gradients(
         if collected.loss_gradient:
             _warn_of_rest(gradients, collected.loss_gradient)
         return gradients
-
-
-def _require_calls(blocks: Sequence[Block]) -> None:
-    """Raise a ValueError if the calls of a block are not recorded."""
-    for block in blocks:
-        if not block.helpers:
-            raise ValueError(
-                f"{block.name}: {type(block.method).__name__} reads no calls of layers, which show "
-                f"the gradients of samples: build a soframe.Curvature(model) beside it, and take "
-                f"its gradients()"
-            )
 
 
 def _run_passes(

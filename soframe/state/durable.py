@@ -110,7 +110,12 @@ def save_on(
             _write_shards(unfinished, entries, ranks)
         elif ranks.rank == 0:
             _write(unfinished / STATE, lambda file: torch.save(entries, file))
-            _require_readable(unfinished / STATE)
+            if unknown := get_unsafe_globals_in_checkpoint(unfinished / STATE):
+                raise TypeError(
+                    f"the state has {', '.join(sorted(unknown))}, which read() would not load: "
+                    f"save tensors, numbers and strings in dicts and lists, or allow them "
+                    f"(torch.serialization.add_safe_globals)"
+                )
 
     def finish() -> None:
         files: dict[str, Any] = {}
@@ -281,16 +286,6 @@ def _write_shards(folder: Path, entries: dict[str, Any], ranks: Ranks) -> None:
             storage_writer=FileSystemWriter(folder),
             process_group=ranks.group,
             no_dist=ranks.size == 1,
-        )
-
-
-def _require_readable(path: Path) -> None:
-    """Raise a TypeError unless `read`, which runs no code of a file, can load a state."""
-    if unknown := get_unsafe_globals_in_checkpoint(path):
-        raise TypeError(
-            f"the state has {', '.join(sorted(unknown))}, which read() would not load: save "
-            f"tensors, numbers and strings in dicts and lists, or allow them "
-            f"(torch.serialization.add_safe_globals)"
         )
 
 

@@ -167,18 +167,11 @@ def _check_block(saved: Mapping[str, Any], block: Block) -> None:
         )
     if saved["method"] != method:
         raise ValueError(f"block {name!r} was made by {saved['method']}, and is now by {method}")
-    if saved["updates"] and block.method.rebases:
-        require_solvers(saved, block)
-
-
-def require_solvers(saved: Mapping[str, Any], block: Block) -> None:
-    """Raise ValueError if a block with data in its bases was solved by another solver."""
-    if not same_solvers(saved, block):
+    if saved["updates"] and block.method.rebases and not same_solvers(saved, block):
         raise ValueError(
-            f"block {block.name!r} was solved by {saved['solver']}, and is now by "
-            f"{describe(block.solver)}: the state of {describe(block.method)} is in the bases of "
-            f"the last solve, which another solver cannot use. Pass the solver= that it was solved "
-            f"by"
+            f"block {name!r} was solved by {saved['solver']}, and is now by "
+            f"{describe(block.solver)}: the state of {method} is in the bases of the last solve, "
+            f"which another solver cannot use. Pass the solver= that it was solved by"
         )
 
 

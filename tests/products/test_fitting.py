@@ -250,7 +250,7 @@ def test_another_solver_loads_factors_and_solves_them(tmp_path: Path) -> None:
     ekfac = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
     ekfac.save(tmp_path / "ekfac")
     other = soframe.Curvature(network(), "ekfac", solver="orthogonal-iteration")
-    with pytest.raises(ValueError, match=r"solved by .*Eigen.* Pass the solver= that it was"):
+    with pytest.raises(ValueError, match=r"solved by .*Eigen.* pass the solver= that it was"):
         other.load(tmp_path / "ekfac")
 
 
