@@ -342,7 +342,9 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     }
     run = train(replace(case, begin=3, state=whole))
     assert_same([(weights(run.model), told(run))], case, 1, "whole")
-    for state in (whole, alone(replace(case, end=3)).state()):
+    plain = alone(replace(case, end=3)).state()
+    assert whole["own"]["history"] == plain["own"]["history"]
+    for state in (whole, plain):
         state.pop("optimizer", None)
         rest = replace(TWO["1f1b kl"], begin=3, state=state)
         assert_same([own[0] for own in run_ranks(train_all, 2, [rest])], case, 1, "cut otherwise")
