@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.estimate import window
 from soframe.estimate.window import Sums
+from soframe.layers import LinearHelper
 from soframe.methods import base
 from tests.calls import operators
 
@@ -216,6 +217,24 @@ def test_so_they_are_of_transposed_convolutions(monkeypatch: pytest.MonkeyPatch)
 
 def test_so_they_are_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared(monkeypatch, one_pass, linear, batch(8, 5), rtol=1e-5) > 0
+
+
+class Narrow(LinearHelper):
+    """Its output rows lack a feature, where a bias would have its ones."""
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        return super().output_rows(grad_output)[..., :-1]
+
+
+def test_rows_that_lack_a_feature_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    preconditioner = soframe.Preconditioner(
+        model, statistics_every=1, layers={"0": Narrow, "1": Narrow}
+    )
+    model(batch(4, 3)).square().mean().backward()
+    with pytest.raises(ValueError, match="rows of Narrow"):
+        preconditioner.step()
+    preconditioner.close()
 
 
 def test_many_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
