@@ -67,6 +67,9 @@ from soframe.strategies.placement import Placement
 _MOST = 5
 """The blocks that an error lists."""
 
+FOLDER = "curvature"
+"""The folder of saved curvatures: each save removes the former one, and no other checkpoint."""
+
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
 
@@ -346,8 +349,8 @@ class Curvature(OfModel):
             loader: The batches. Methods with several passes need a DataLoader or a list.
             loss: ``loss(model, batch)`` runs the forward pass of the model that it is given, and
                 returns the outputs and the mean loss over the batch.
-            folder: Where to save it (`save`), every so many batches and at the end, a folder of
-                its own; None for no saves.
+            folder: Where to save it (`save`), every so many batches and at the end; None for no
+                saves.
             every: The number of batches between two sums over ranks, and saves.
 
         Returns:
@@ -537,9 +540,6 @@ class Curvature(OfModel):
         ``fc/factors/A``, and ``meaning`` a JSON text with the Fisher and, by block, its parameters,
         and side, kind, degree and number of samples or rows of each factor.
 
-        Args:
-            folder: A folder of its own: the checkpoints that are in it are removed.
-
         Returns:
             The folder of the checkpoint, within ``folder``.
 
@@ -555,7 +555,7 @@ class Curvature(OfModel):
         meaning = json.dumps({"fisher": self.parts.fisher.kind, "blocks": blocks})
         contents = {"curvature": checkpoint.part(self), "meaning": {"text": meaning}}
         ranks = durable.Ranks.of_backend(self.backend)
-        return durable.save_on(ranks, folder, contents, sharded=True, keep=1)
+        return durable.save_on(ranks, Path(folder, FOLDER), contents, sharded=True, keep=1)
 
     def meaning_of(self, block: Block) -> dict[str, Any]:
         """Return the meaning of the tensors of a block, as in JSON; without a fit of training."""
@@ -592,7 +592,7 @@ class Curvature(OfModel):
         from soframe.state import durable
 
         fitting = self.fitting
-        path = durable.latest_on(durable.Ranks.of_backend(self.backend), folder)
+        path = durable.latest_on(durable.Ranks.of_backend(self.backend), Path(folder, FOLDER))
         if path is None:
             raise ValueError(f"{folder} has no curvature that this object could load")
         checkpoint.load(self, path, key="curvature")

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint
 from torch import Tensor, nn
 
 import soframe
+from soframe import checkpoint
 from soframe.methods import KFAC, Call
 from soframe.methods.spectrum import Spectrum, kronecker
 from tests.curvature import closing, fill, preconditioner, randn
@@ -586,7 +587,7 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
         "mean_over": "samples",
         "number": [9.0],
     }
-    assert path.parent == tmp_path
+    assert path.parent == tmp_path / "curvature"
     with pytest.raises(ValueError, match="another choice of layers"):
         soframe.Curvature(model).load(tmp_path)
     exact = soframe.Curvature(model, skip=["^0$"], statistics=STATISTICS["type-2"])
@@ -594,6 +595,15 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
         exact.load(tmp_path)
     with pytest.raises(ValueError, match="has no curvature"):
         soframe.Curvature(model).load(tmp_path / "none")
+
+
+def test_checkpoints_of_training_in_the_same_folder_stay(tmp_path: Path) -> None:
+    steps = [checkpoint.save(tmp_path, {"step": number}) for number in range(2)]
+    curvature = soframe.Curvature(network()).fit(batches(5), cross_entropy, folder=tmp_path)
+    last = curvature.save(tmp_path)
+    assert [path.name for path in sorted(last.parent.iterdir())] == [last.name]
+    assert checkpoint.latest(tmp_path) == steps[1]
+    assert steps[0].exists()
 
 
 # -- what a fit leaves alone -----------------------------------------------------------------------
