@@ -56,7 +56,7 @@ test-compatibility: ## run the tests of trainers and other frameworks with their
 	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-compatibility $(VENV)-compatibility/.stamp-compatibility
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-compatibility/bin/python -m pytest tests/integrations \
 	    $(wildcard tests/compatibility) tests/robustness/test_other_frameworks.py \
-	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py \
+	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py tests/products/test_factors.py \
 	    tests/experiments/recipes/test_lora.py tests/experiments/recipes/test_recipes.py $(PYTEST_ARGS)
 
 .PHONY: environment
@@ -94,6 +94,8 @@ figures: $(VENV)/.stamp-demo ## draw the figures of the documentation that take 
 	$(BIN)/python -m soframe plan bert-large --method kfac --ranks 64 --amp --figure $(FIGURES)/benchmarks/front.png
 	cd runs/demo && PYTHONPATH=$(CURDIR) $(abspath $(BIN))/python $(CURDIR)/tests/docs/page.py $(CURDIR)/docs/guides/diagnostics.md
 	cp runs/demo/factors.png $(FIGURES)/guides/diagnostics.png
+	for picture in spectra influence laplace; do \
+	    $(BIN)/python -m benchmarks.pictures $$picture $(FIGURES)/guides/$$picture.png || exit 1; done
 
 .PHONY: bench
 bench: $(VENV)/.stamp-test ## time whole steps, beside the libraries that are installed

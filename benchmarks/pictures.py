@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def influence() -> Figure:
 
 
 def _image(axes: Axes, pixels: Tensor, title: str) -> None:
-    axes.imshow(pixels.view(8, 8), cmap="gray_r")
+    axes.imshow(pixels.view(8, 8).numpy(), cmap="gray_r")
     axes.set_title(title, fontsize=7)
     axes.set_axis_off()
 
@@ -195,12 +195,12 @@ def _plain(axes: Axes) -> None:
 PICTURES = {"spectra": spectra, "influence": influence, "laplace": laplace}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Draw a picture."""
     parser = argparse.ArgumentParser(description="Pictures of the guides on a curvature.")
     parser.add_argument("picture", choices=PICTURES)
     parser.add_argument("file", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     PICTURES[options.picture]().savefig(options.file, dpi=110)
     return 0
