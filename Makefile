@@ -56,7 +56,7 @@ test-compatibility: ## run the tests of trainers and other frameworks with their
 	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-compatibility $(VENV)-compatibility/.stamp-compatibility
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-compatibility/bin/python -m pytest tests/integrations \
 	    $(wildcard tests/compatibility) tests/robustness/test_other_frameworks.py \
-	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py tests/products/test_factors.py \
+	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py \
 	    tests/experiments/recipes/test_lora.py tests/experiments/recipes/test_recipes.py $(PYTEST_ARGS)
 
 .PHONY: environment

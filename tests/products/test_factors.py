@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import soframe
 from tests.curvature import fill, randn
 from tests.distributed.harness import run_ranks
 from tests.products.kinds import Batch, loss
-
-INSTALLED = importlib.util.find_spec("safetensors") is not None
 
 
 def network() -> nn.Module:
@@ -49,15 +46,7 @@ def gptq(weight: Tensor, hessian: Tensor, step: float) -> Tensor:
     return rounded
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "factors.pt",
-        pytest.param(
-            "factors.safetensors", marks=pytest.mark.skipif(not INSTALLED, reason="not installed")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["factors.pt", "factors.safetensors"])
 def test_a_quantiser_reads_the_hessians(name: str, tmp_path: Path) -> None:
     model, data = network(), batches()
     statistics = soframe.Statistics(fisher="forward-only")
