@@ -9,6 +9,7 @@ from torch import nn
 import soframe
 from benchmarks.influence import CONTENDERS, Result, Task
 from benchmarks.layer_kinds import DAMPING, Library, of_operator, of_scores, products_of, verdict
+from soframe.registry import KINDS as REGISTRIES
 from tests.curvature import randn
 from tests.products.kinds import KINDS, loss
 from tests.products.table import COLUMNS, errors
@@ -22,6 +23,29 @@ def test_operations_are_dense_products(name: str) -> None:
     found = errors(curvature, kind, data)
     assert set(found) == set(COLUMNS)
     assert max(found.values()) < 1e-12, found
+
+
+LIKE_OTHERS = {
+    "BatchNorm3d": "BatchNorm2d, of another number of dimensions",
+    "InstanceNorm3d": "InstanceNorm2d, of another number of dimensions",
+}
+"""Types of torch with a helper that are in no kind, and why."""
+
+
+def test_every_helper_has_a_kind() -> None:
+    registry = REGISTRIES["layer"]
+    types, helpers = set(), set()
+    for build in KINDS.values():
+        kind = build()
+        types |= {type(module) for module in kind.model.modules()}
+        if isinstance(kind.layers, dict):
+            helpers |= set(kind.layers.values())
+    helpers |= {registry.lookup(module, optional=True) for module in types}
+    # Types of other packages have a kind by their helper.
+    keys = registry._components | registry._optional
+    lack = {key.__name__ for key in keys if isinstance(key, type) and key not in types}
+    assert lack == set(LIKE_OTHERS)
+    assert set(keys.values()) <= helpers
 
 
 @pytest.mark.parametrize(
