@@ -251,7 +251,8 @@ class AttentionTwin(nn.Module):
             self.out.bias.copy_(inner.out_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(2, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        # Two heads of width 2, or as many of them as a plan has left to this rank.
+        q, k, v = (f(x).unflatten(2, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
         mixed = ((q @ k.mT) / 2**0.5).softmax(-1) @ v
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
@@ -268,6 +269,17 @@ def attention() -> Kind:
     out = taking("inner.out_proj.weight", "inner.out_proj.bias", Part.rows)
     parts.append(Part("out", out, channel=-1))
     return Kind(model, lambda n: randn(n, 3, 4, seed=n), parts, AttentionTwin(model))
+
+
+def projections() -> Kind:
+    """Return attention of linear layers; the keys have no bias, as its gradient is zero."""
+    model = AttentionTwin(fill(Attention())).eval()
+    model.k.register_parameter("bias", None)
+    parts = []
+    for name in ("q", "k", "v", "out"):
+        bias = None if name == "k" else f"{name}.bias"
+        parts.append(Part(name, taking(f"{name}.weight", bias, Part.rows), channel=-1))
+    return Kind(model, lambda n: randn(n, 3, 4, seed=n), parts)
 
 
 class Cell(nn.Module):
@@ -341,29 +353,29 @@ def recurrent(cell: type[nn.Module]) -> Kind:
 class Reused(nn.Module):
     """A layer that is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 3)
+        self.layer = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(self.layer(x).tanh())
         return output
 
 
-def reused() -> Kind:
-    model = Reused()
+def reused(width: int = 3) -> Kind:
+    model = Reused(width)
     fill(model).eval()
     part = Part("layer", taking("layer.weight", "layer.bias", Part.rows))
-    return Kind(model, lambda n: randn(n, 3, seed=n), [part])
+    return Kind(model, lambda n: randn(n, width, seed=n), [part])
 
 
 class Tied(nn.Module):
     """A table that is the weight of the head, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
+        self.table = nn.Embedding(tokens, 3)
+        self.head = nn.Linear(3, tokens, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -371,8 +383,8 @@ class Tied(nn.Module):
         return output
 
 
-def tied() -> Kind:
-    model = Tied()
+def tied(tokens: int = 5) -> Kind:
+    model = Tied(tokens)
     fill(model).eval()
     table = Part("table", lambda vector: vector["table.weight"].T.unsqueeze(0))
 
@@ -386,12 +398,12 @@ def tied() -> Kind:
         lefts = torch.cat([columns[0], inner[0]])
         rights = torch.cat([indices[0], outer[0]])
         products = torch.einsum("ro,ri->roi", lefts, rights)
-        left = torch.einsum("roi,rpi->op", products, products) / samples / 5
+        left = torch.einsum("roi,rpi->op", products, products) / samples / tokens
         right = (products.square().sum((0, 1)) / samples / 3).diag()
         mean = left.trace() / 3
         return [torch.kron(left, right).unsqueeze(0) / mean]
 
-    return Kind(model, lambda n: _indices(n, 4, 5), [table], dense=dense)
+    return Kind(model, lambda n: _indices(n, 4, tokens), [table], dense=dense)
 
 
 def bags() -> Kind:
