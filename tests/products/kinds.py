@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
-from soframe.layers import ExpertsHelper
+from soframe.layers import ExpertsHelper, LanguageModelRMSNormHelper, TransposedLinearHelper
 from tests.curvature import fill, randn
 
 Batch = tuple[Any, Tensor]
@@ -151,7 +151,7 @@ def _input_rows(layer: nn.Module, part: Part, inputs: Tensor) -> Tensor:
         return functional_call(layer, {"weight": weight}, (inputs,))
 
     # [outputs..., *weight]
-    jacobian = jacrev(call)(weight)
+    jacobian = jacrev(call, chunk_size=1)(weight)  # bags have no rule for more at once
     dims = jacobian.dim() - weight.dim()
     jacobian = jacobian.movedim(part.channel % dims, dims - 1).flatten(0, dims - 2)
     rows, channels = jacobian.shape[:2]
@@ -185,11 +185,13 @@ def one(
     *after: nn.Module,
     rows: Callable[[Tensor], Tensor] = Part.rows,
     channel: int = 1,
+    helper: type | None = None,
 ) -> Kind:
     """Return the kind of a single layer, ``0`` in a Sequential."""
     bias = "0.bias" if getattr(layer, "bias", None) is not None else None
     part = Part("0", taking("0.weight", bias, rows), rows, channel)
-    return Kind(fill(nn.Sequential(layer, *after)).eval(), inputs, [part])
+    layers = "all" if helper is None else {"0": helper}
+    return Kind(fill(nn.Sequential(layer, *after)).eval(), inputs, [part], layers=layers)
 
 
 def grouped(groups: int) -> Callable[[Tensor], Tensor]:
@@ -249,7 +251,8 @@ class AttentionTwin(nn.Module):
             self.out.bias.copy_(inner.out_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(2, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        # Two heads of width 2, or as many of them as a plan has left to this rank.
+        q, k, v = (f(x).unflatten(2, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
         mixed = ((q @ k.mT) / 2**0.5).softmax(-1) @ v
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
@@ -268,42 +271,77 @@ def attention() -> Kind:
     return Kind(model, lambda n: randn(n, 3, 4, seed=n), parts, AttentionTwin(model))
 
 
-class Cell(nn.Module):
-    """An LSTM cell over a sequence."""
+def projections() -> Kind:
+    """Return attention of linear layers; the keys have no bias, as its gradient is zero."""
+    model = AttentionTwin(fill(Attention())).eval()
+    model.k.register_parameter("bias", None)
+    parts = []
+    for name in ("q", "k", "v", "out"):
+        bias = None if name == "k" else f"{name}.bias"
+        parts.append(Part(name, taking(f"{name}.weight", bias, Part.rows), channel=-1))
+    return Kind(model, lambda n: randn(n, 3, 4, seed=n), parts)
 
-    def __init__(self) -> None:
+
+class Cell(nn.Module):
+    """A recurrent cell over a sequence."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.cell = nn.LSTMCell(3, 2)
+        self.cell = kind(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(len(x), 2), x.new_zeros(len(x), 2)
+        state: Any = x.new_zeros(len(x), 2)
+        if isinstance(self.cell, nn.LSTMCell):
+            state = state, state
         for step in x.unbind(1):
             state = self.cell(step, state)
-        return state[0]
+        return state[0] if isinstance(state, tuple) else state
 
 
 class CellTwin(nn.Module):
-    """The same of two linear layers."""
+    """The same of two linear layers, with the gates of `GATES`."""
 
     def __init__(self, model: Cell) -> None:
         super().__init__()
-        self.ih, self.hh = nn.Linear(3, 8).double(), nn.Linear(2, 8).double()
-        with torch.no_grad():
-            for name, layer in (("ih", self.ih), ("hh", self.hh)):
-                layer.weight.copy_(model.cell.get_parameter(f"weight_{name}"))
+        self.gates = GATES[type(model.cell)]
+        for name in ("ih", "hh"):
+            weight = model.cell.get_parameter(f"weight_{name}")
+            layer = nn.Linear(weight.shape[1], len(weight)).double()
+            with torch.no_grad():
+                layer.weight.copy_(weight)
                 layer.bias.copy_(model.cell.get_parameter(f"bias_{name}"))
+            setattr(self, name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
         h, c = x.new_zeros(len(x), 2), x.new_zeros(len(x), 2)
         for step in x.unbind(1):
-            i, f, g, o = (self.ih(step) + self.hh(h)).chunk(4, 1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
+            h, c = self.gates(self.ih(step), self.hh(h), h, c)
         return h
 
 
-def lstm() -> Kind:
-    model = Cell()
+def _of_lstm(x: Tensor, y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = (x + y).chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _of_gru(x: Tensor, y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    (r, z, new), (of_r, of_z, of_new) = x.chunk(3, 1), y.chunk(3, 1)
+    new = (new + (r + of_r).sigmoid() * of_new).tanh()
+    z = (z + of_z).sigmoid()
+    return z * h + (1 - z) * new, c
+
+
+def _of_rnn(x: Tensor, y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    return (x + y).tanh(), c
+
+
+GATES = {nn.LSTMCell: _of_lstm, nn.GRUCell: _of_gru, nn.RNNCell: _of_rnn}
+"""The next states ``h`` and ``c``, from the products with the input and with the state."""
+
+
+def recurrent(cell: type[nn.Module]) -> Kind:
+    model = Cell(cell)
     fill(model).eval()
     parts = [
         Part(name, taking(f"cell.weight_{name}", f"cell.bias_{name}", Part.rows), channel=-1)
@@ -315,29 +353,29 @@ def lstm() -> Kind:
 class Reused(nn.Module):
     """A layer that is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 3)
+        self.layer = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(self.layer(x).tanh())
         return output
 
 
-def reused() -> Kind:
-    model = Reused()
+def reused(width: int = 3) -> Kind:
+    model = Reused(width)
     fill(model).eval()
     part = Part("layer", taking("layer.weight", "layer.bias", Part.rows))
-    return Kind(model, lambda n: randn(n, 3, seed=n), [part])
+    return Kind(model, lambda n: randn(n, width, seed=n), [part])
 
 
 class Tied(nn.Module):
     """A table that is the weight of the head, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
+        self.table = nn.Embedding(tokens, 3)
+        self.head = nn.Linear(3, tokens, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -345,8 +383,8 @@ class Tied(nn.Module):
         return output
 
 
-def tied() -> Kind:
-    model = Tied()
+def tied(tokens: int = 5) -> Kind:
+    model = Tied(tokens)
     fill(model).eval()
     table = Part("table", lambda vector: vector["table.weight"].T.unsqueeze(0))
 
@@ -360,12 +398,25 @@ def tied() -> Kind:
         lefts = torch.cat([columns[0], inner[0]])
         rights = torch.cat([indices[0], outer[0]])
         products = torch.einsum("ro,ri->roi", lefts, rights)
-        left = torch.einsum("roi,rpi->op", products, products) / samples / 5
+        left = torch.einsum("roi,rpi->op", products, products) / samples / tokens
         right = (products.square().sum((0, 1)) / samples / 3).diag()
         mean = left.trace() / 3
         return [torch.kron(left, right).unsqueeze(0) / mean]
 
-    return Kind(model, lambda n: _indices(n, 4, 5), [table], dense=dense)
+    return Kind(model, lambda n: _indices(n, 4, tokens), [table], dense=dense)
+
+
+def bags() -> Kind:
+    kind = one(nn.EmbeddingBag(5, 3), lambda n: _indices(n, 4, 5), rows=across)
+
+    def dense(kind: Kind, data: Sequence[Batch]) -> list[Tensor]:
+        """G ⊗ A, in which A is a diagonal, as that of any table is."""
+        (inputs,), (gradients,) = rows_of(kind, kind.parts[0], data)
+        left = inputs.square().mean(0).diag()
+        right = gradients.T @ gradients / len(gradients)
+        return [torch.kron(right, left).unsqueeze(0)]
+
+    return replace(kind, dense=dense)
 
 
 class Kernels(nn.Module):
@@ -463,11 +514,33 @@ def _indices(samples: int, positions: int, size: int) -> Tensor:
     return torch.randint(size, (samples, positions), generator=generator)
 
 
-def _normed() -> nn.Module:
-    norm = nn.BatchNorm2d(2)
+class Transposed(nn.Module):
+    """A linear layer with a weight ``[in, out]``, as GPT-2 has in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class LanguageModelNorm(nn.Module):
+    """The RMS norm of language models in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.zeros(4)), 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.square().mean(-1, keepdim=True)
+        return self.weight * x * (squares + self.variance_epsilon).rsqrt()
+
+
+def _normed(norm: Any) -> nn.Module:
     with torch.no_grad():
-        norm.running_mean.copy_(torch.tensor([0.5, -1.0]))  # type: ignore[union-attr]
-        norm.running_var.copy_(torch.tensor([2.0, 0.5]))  # type: ignore[union-attr]
+        norm.running_mean.copy_(torch.tensor([0.5, -1.0]))
+        norm.running_var.copy_(torch.tensor([2.0, 0.5]))
     return norm
 
 
@@ -479,6 +552,9 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "Linear": lambda: one(nn.Linear(3, 2), _images(3)),
     "Linear, positions": lambda: one(nn.Linear(3, 2), _images(4, 3), channel=-1),
     "Linear, no bias": lambda: one(nn.Linear(3, 4, bias=False), _images(3)),
+    "Linear, transposed": lambda: one(
+        Transposed(), _images(3), rows=across, helper=TransposedLinearHelper
+    ),
     "Conv1d": lambda: one(nn.Conv1d(2, 3, 2), _images(2, 4)),
     "Conv2d": lambda: one(nn.Conv2d(2, 3, 2, padding=1), _images(2, 3, 3)),
     "Conv3d": lambda: one(nn.Conv3d(1, 2, 2), _images(1, 3, 3, 2)),
@@ -495,6 +571,9 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "ConvTranspose1d, grouped": lambda: one(
         nn.ConvTranspose1d(4, 4, 2, groups=2), _images(4, 3), rows=transposed(2)
     ),
+    "ConvTranspose3d": lambda: one(
+        nn.ConvTranspose3d(2, 2, (1, 2, 2)), _images(2, 1, 2, 2), rows=transposed(1)
+    ),
     "Embedding": lambda: one(
         nn.Embedding(5, 3),
         lambda n: _indices(n, 4, 5),
@@ -509,12 +588,29 @@ KINDS: dict[str, Callable[[], Kind]] = {
         rows=across,
         channel=-1,
     ),
+    "EmbeddingBag": bags,
     "LayerNorm": lambda: one(nn.LayerNorm(4), _images(3, 4), rows=features, channel=-1),
     "RMSNorm": lambda: one(nn.RMSNorm(4), _images(4), rows=features, channel=-1),
     "GroupNorm": lambda: one(nn.GroupNorm(2, 4), _images(4, 3), rows=features),
-    "BatchNorm2d, eval": lambda: one(_normed(), _images(2, 2, 3), rows=features),
+    "RMSNorm of a language model": lambda: one(
+        LanguageModelNorm(),
+        _images(3, 4),
+        rows=features,
+        channel=-1,
+        helper=LanguageModelRMSNormHelper,
+    ),
+    "InstanceNorm1d": lambda: one(nn.InstanceNorm1d(2, affine=True), _images(2, 4), rows=features),
+    "InstanceNorm2d, eval": lambda: one(
+        _normed(nn.InstanceNorm2d(2, affine=True, track_running_stats=True)),
+        _images(2, 2, 2),
+        rows=features,
+    ),
+    "BatchNorm1d, eval": lambda: one(_normed(nn.BatchNorm1d(2)), _images(2), rows=features),
+    "BatchNorm2d, eval": lambda: one(_normed(nn.BatchNorm2d(2)), _images(2, 2, 3), rows=features),
     "MultiheadAttention": attention,
-    "LSTMCell": lstm,
+    "LSTMCell": lambda: recurrent(nn.LSTMCell),
+    "GRUCell": lambda: recurrent(nn.GRUCell),
+    "RNNCell": lambda: recurrent(nn.RNNCell),
     "a layer called twice": reused,
     "table and head tied": tied,
     "experts": experts,

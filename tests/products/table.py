@@ -2,7 +2,9 @@
 
 python -m tests.products.table
 
-Beside them stands what other libraries make of the same layers, where they are installed.
+Beside them stands what other libraries make of the same layers, where they are installed. The
+errors by other methods are in test_table.py, on several ranks under every strategy in
+test_ranks.py, and with fully_shard and tensor-parallel plans in test_sharded.py.
 """
 
 from __future__ import annotations
@@ -48,9 +50,18 @@ def taken(kind: Kind, vector: Vector) -> list[Tensor]:
     return [torch.stack([part.take(row).flatten(1) for row in rows]) for part in kind.parts]
 
 
-def errors(curvature: soframe.Curvature, kind: Kind, data: list[Batch]) -> dict[str, float]:
-    """Return the largest relative error of each operation."""
-    dense = kind.matrices(data)
+def errors(
+    curvature: soframe.Curvature,
+    kind: Kind,
+    data: list[Batch],
+    dense: list[Tensor] | None = None,
+) -> dict[str, float]:
+    """Return the largest relative error of each operation, by matrices of K-FAC or another method.
+
+    The matrices are ``[groups, out * in, out * in]`` for each part.
+    """
+    if dense is None:
+        dense = kind.matrices(data)
     damped = [c + DAMPING * torch.eye(c.shape[-1], dtype=c.dtype) for c in dense]
     inverses = [torch.linalg.inv(c) for c in damped]
     values = torch.cat([torch.linalg.eigvalsh(c).flatten() for c in dense])
