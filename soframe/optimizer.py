@@ -747,20 +747,13 @@ def _with_settings(method: Method, settings: Mapping[str, Any]) -> Method:
     return method.with_settings(settings)
 
 
+@checksums.reading()
 def _read(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the optimizer, and of its preconditioner, once it is intact."""
-    content: bytes | None = None
-    for entry in state_dict.get("state", {}).values():
-        if content is None and isinstance(entry, Mapping):
-            content = entry.get(KEY)
-    if content is None:
+    parts = [entry[KEY] for entry in state_dict.get("state", {}).values() if KEY in entry]
+    if not parts:
         raise ValueError("this is not the state of a soframe.Optimizer")
-    try:
-        saved: dict[str, Any] = torch.load(
-            io.BytesIO(content), map_location="cpu", weights_only=True
-        )
-    except Exception as error:  # of any kind: these are bytes of a file
-        raise ValueError(f"the state is damaged: {error}") from error
+    saved: dict[str, Any] = torch.load(io.BytesIO(parts[0]), map_location="cpu", weights_only=True)
     checksums.verify(saved["own"], "the state of the optimizer")
     by_names = {tuple(group["names"]): group for group in saved["own"]["groups"]}
     for group in map(_without_params, state_dict.get("param_groups", ())):

@@ -431,6 +431,7 @@ class Preconditioner(OfModel):
                 or the ranks' states differ; then nothing changes on any rank.
         """
 
+        @checksums.reading()
         def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
             part = self._parts.stages.own_part(saved)
             # A part of a merged state: its checksums were made for the whole.

@@ -296,6 +296,16 @@ def test_plan_takes_intervals_that_are_positive(models, option, value):
     misused(models("plan", "mymodels:make", option, value), option)
 
 
+@pytest.mark.parametrize("setting", ["solver", "dtype"])
+def test_plan_varies_no_solver_and_no_dtype(models, setting):
+    """Nor recommends inverses of bfloat16 factors: what may vary is named."""
+    arguments = ["mymodels:make", "--vary", "stagger", "--vary", setting]
+    result = models("plan", *arguments)
+    misused(result, "Invalid value for '--vary'")
+    misused(result, f"'{setting}' is not one of 'background', 'stagger'")
+    assert result.stdout == ""
+
+
 def test_plan_ends_with_code_2_if_nothing_fits(models):
     result = models("plan", "mymodels:make", "--memory", "1B")
     assert result.exit_code == 2

@@ -433,12 +433,15 @@ def test_ranks_keep_the_moments_of_parts_that_are_frozen_in_turn() -> None:
             torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("method", ["momentum", "shampoo"])
+@pytest.mark.parametrize("method", ["momentum", "shampoo", "soap", "muon"])
 def test_parts_that_are_frozen_in_turn_are_of_one_optimizer_for_each(method: str) -> None:
     settings = {"lr": 0.01, "auxiliary_lr": 0.01, "solve_every": 1}
     model, twin = small(), small()
     optimizer = soframe.Optimizer(model, method, **settings)
-    parts = [soframe.Optimizer(twin[index], method, **settings) for index in (0, 2)]
+    parts = []
+    for step in (0, 1):
+        alternate(twin, step)
+        parts.append(soframe.Optimizer(twin, method, **settings))
     for step in range(8):
         kit.train(model, alternate, [step], optimizer)
         kit.train(twin, alternate, [step], parts[step % 2])

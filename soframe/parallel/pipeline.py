@@ -171,8 +171,6 @@ class Pipeline(Stages):
 
     def own_part(self, saved: Any) -> Any:
         """Return this rank's part of a whole model's state; other states unchanged."""
-        if not isinstance(saved, Mapping):
-            return saved
         blocks, names = saved.get("blocks"), self._names[self.backend.rank]
         if saved.get(STAGES, self.name) != self.name:
             raise ValueError(

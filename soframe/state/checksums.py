@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
         The same objects, and ``"checksums"``.
 
     Raises:
-        TypeError: If the state contains another type; the message has the place. If it is nested
-            too deeply.
+        TypeError: If it contains another type, at a place that is named, or is nested too deeply.
     """
     plain = {key: value for key, value in state.items() if key != KEY}
     try:
@@ -91,26 +91,32 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, KEY: sums}
 
 
+@contextmanager
+def reading(what: str = "the state") -> Iterator[None]:
+    """Raise an error of any kind as a ValueError, since a state may be of a file."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} is damaged: {error}") from error
+
+
 def verify(state: Any, what: str = "the state") -> None:
     """Raise ValueError unless a state matches its checksums; the message lists bad tensors."""
     saved = state.get(KEY) if isinstance(state, Mapping) else None
     if not isinstance(saved, Mapping) or not isinstance(saved.get("tensors"), Mapping):
         raise ValueError(f"{what} is truncated: it lacks its {KEY}")
-    try:
+    with reading(what):
         actual = seal(state)[KEY]
-    except TypeError as error:
-        raise ValueError(f"{what} is damaged: {error}") from error
-    remedy = "a state that is changed on purpose needs soframe.checkpoint.seal"
     known, computed = saved["tensors"], actual["tensors"]
     differ = [name for name in {**computed, **known} if known.get(name) != computed.get(name)]
-    if differ:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    damaged = f"{', '.join(map(str, differ[:3]))}{more} has" if differ else ""
+    if not differ and saved.get("plain") != actual["plain"]:
+        damaged = "its numbers and names have"
+    if damaged:
         raise ValueError(
-            f"{what} is damaged: {', '.join(map(str, differ[:3]))}{more} has another checksum than "
-            f"when it was saved, as after a cast to another dtype; {remedy}"
-        )
-    if saved.get("plain") != actual["plain"]:
-        raise ValueError(
-            f"{what} is damaged: its numbers and names have another checksum than when they were "
-            f"saved; {remedy}"
+            f"{what} is damaged: {damaged} another checksum than at the time of saving, as after a "
+            f"cast to another dtype; a changed state needs soframe.checkpoint.seal"
         )

@@ -127,6 +127,7 @@ def _check_names(saved: Set[str], blocks: Sequence[Block], frozen: Set[str]) -> 
         )
 
 
+@checksums.reading()
 def check_header(state: Any, blocks: Sequence[Block], scaling: str, frozen: Set[str]) -> None:
     """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
     _check_keys(state)
@@ -153,8 +154,6 @@ def _check_keys(state: Any) -> None:
         )
     if missing := [key for key in (*KEYS, checksums.KEY) if key not in state]:
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
-    if not isinstance(state["blocks"], Mapping):
-        raise ValueError("the state is damaged: its blocks are no dict")
 
 
 def _check_block(saved: Mapping[str, Any], block: Block) -> None:

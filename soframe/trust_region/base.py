@@ -16,6 +16,7 @@ from soframe.comm import Backend
 from soframe.comm.agreement import add_over_ranks, fingerprint, require_common, require_no_failure
 from soframe.damping.policies import DampingChoice, check_damping, damping_at
 from soframe.losses.base import Loss
+from soframe.state import checksums
 from soframe.state.bound import OfModel
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.exact import Batch, best_damping
@@ -190,8 +191,10 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
             "counters": dict(self.counters),
         }
 
+    @checksums.reading()
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless a state is one of such an optimizer of such a model."""
+        checksums.seal(state)
         what = type(self).__name__
         saved = state.get("trust_region", {})
         if saved.get("version") != VERSION:

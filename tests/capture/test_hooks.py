@@ -126,6 +126,39 @@ def test_a_global_hook_may_change_what_a_module_returns(kind: type[nn.Module]) -
         compare(one, another, "factor or gradient")
 
 
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "foof"])
+def test_a_global_hook_that_scales_linear_layers_is_a_module_behind_them(method: str) -> None:
+    """In every step, and in every second one."""
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return 2 * output if isinstance(module, nn.Linear) else None
+
+    for every in (1, 2):
+        hooked = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        scale = Scale(2.0)
+        plain = fill(nn.Sequential(nn.Linear(3, 4), scale, nn.Tanh(), nn.Linear(4, 2), scale))
+        with (
+            closing(preconditioner(hooked, method=method, solve_every=2)) as own,
+            closing(preconditioner(plain, method=method, solve_every=2)) as wanted,
+        ):
+            for step in range(3):
+                x, y = randn(5, 3, seed=step), randn(5, 2, seed=9 + step)
+                scale.factor = 2.0 if step % every == 0 else 1.0
+                handle = register_module_forward_hook(double) if step % every == 0 else None
+                hooked.zero_grad()
+                half_square(hooked(x), y).backward()
+                if handle is not None:
+                    handle.remove()
+                plain.zero_grad()
+                half_square(plain(x), y).backward()
+                own.step()
+                wanted.step()
+                for one, other in zip(hooked.parameters(), plain.parameters(), strict=True):
+                    assert one.grad is not None
+                    assert other.grad is not None
+                    compare(one.grad, other.grad, f"every {every}, step {step}")
+
+
 def test_statistics_are_due_at_the_first_step_that_can_have_them() -> None:
     """Built between a backward pass and its step, beside a method that needs no statistics."""
     model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))), randn(4, 3)

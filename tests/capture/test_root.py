@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from soframe.blocks.block import unpack
+from soframe.settings import KL_CLIP
 from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.distributed.harness import run_ranks
@@ -304,18 +305,36 @@ class Images(nn.Module):
         super().__init__()
         self.inner, self.head = nn.Conv2d(3, 2, 2), nn.Linear(8, 2)
 
-    def forward(self, images: list[Tensor], targets: Tensor | None = None) -> Any:
-        outputs = self.head(self.inner(torch.stack(images)).flatten(1))
+    def forward(self, images: list[Tensor] | Tensor, targets: Tensor | None = None) -> Any:
+        if isinstance(images, list):
+            images = torch.stack(images)
+        outputs = self.head(self.inner(images).flatten(1))
         return outputs if targets is None else {"loss": half_square(outputs, targets)}
 
 
-def test_a_list_of_images() -> None:
-    model, images, y = fill(Images()), randn(SAMPLES, 3, 3, 3), randn(SAMPLES, 2)
+@pytest.mark.parametrize("shape", [(3, 3, 3), (3, 4, 2)])
+def test_a_list_of_images(shape: tuple[int, ...]) -> None:
+    """A and G by hand: the samples are the images, of which some have N channels or pixels."""
+    model, images, y = fill(Images()), randn(SAMPLES, *shape), randn(SAMPLES, 2)
+    model.head = fill(nn.Linear(2 * (shape[1] - 1) * (shape[2] - 1), 2))
     with closing(preconditioner(model)) as own:
         half_square(model(list(images)), y).backward()
         own.step()
         rows = with_ones(model.inner(images).flatten(1)).detach()
-        compare(factors(own, "head")[0][0], rows.T @ rows / SAMPLES, "A")
+        a, g = factors(own, "head")
+        compare(a[0], rows.T @ rows / SAMPLES, "A")
+        errors = model(list(images)).detach() - y
+        compare(g[0], errors.T @ errors / SAMPLES, "G")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_list_of_images_is_their_stack(method: str) -> None:
+    images, y = randn(SAMPLES, 3, 3, 3), randn(SAMPLES, 2)
+    listed, stacked = fill(Images()), fill(Images())
+    found = directions(listed, lambda: half_square(listed(list(images)), y), method)
+    wanted = directions(stacked, lambda: half_square(stacked(images), y), method)
+    for name, gradient in wanted.items():
+        compare(found[name], gradient, name, rtol=1e-10)
 
 
 def test_a_list_to_a_loss_is_asked_once() -> None:
@@ -356,12 +375,63 @@ def test_nodes_and_graphs(pooled: bool) -> None:
     """Nodes are samples if each has an output; else graphs are."""
     model, x = fill(Graph()), randn(6, 3)
     edges, batch = torch.tensor([[0, 1, 3, 4], [1, 2, 4, 5]]), torch.tensor([0, 0, 0, 1, 1, 2])
+    samples = 3 if pooled else 6
+    hidden: list[Tensor] = []
     with closing(preconditioner(model)) as own:
+        handle = model.inner.register_forward_hook(lambda *call: hidden.append(call[2]))
         outputs = model(x, edges, batch if pooled else None)
+        handle.remove()
+        hidden[0].retain_grad()
         half_square(outputs, torch.zeros_like(outputs)).backward()
         own.step()
         rows = with_ones(x)
-        compare(factors(own, "inner")[0][0], rows.T @ rows / (3 if pooled else 6), "A")
+        a, g = factors(own, "inner")
+        compare(a[0], rows.T @ rows / samples, "A")
+        assert hidden[0].grad is not None
+        rows = samples * hidden[0].grad
+        compare(g[0], rows.T @ rows / 6, "G")
+        errors = outputs.detach()
+        compare(factors(own, "head")[1][0], errors.T @ errors / samples, "G of the head")
+
+
+class Mixed(Graph):
+    """The messages within three graphs of two nodes, by a matrix instead of a list of edges.
+
+    Args:
+        pooled: Takes ``[3, 2, features]`` and returns scores of graphs; else flat nodes, scores of
+            nodes.
+    """
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.pooled = pooled
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mix = torch.eye(6).double()
+        mix[[1, 3, 5, 0], [0, 2, 4, 1]] = 1.0
+        hidden = self.inner(x)
+        hidden = (mix @ hidden.reshape(6, 4)).tanh()
+        return self.head(hidden.reshape(3, 2, 4).sum(1) if self.pooled else hidden)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_flat_edges_are_a_matrix(pooled: bool, method: str) -> None:
+    x = randn(3, 2, 3)
+    edges, batch = torch.tensor([[0, 2, 4, 1], [1, 3, 5, 0]]), torch.arange(6) // 2
+    flat, padded = fill(Graph()), fill(Mixed(pooled))
+
+    def of_edges() -> Tensor:
+        outputs = flat(x.flatten(0, 1), edges, batch if pooled else None)
+        return half_square(outputs, torch.zeros_like(outputs))
+
+    def of_matrix() -> Tensor:
+        outputs = padded(x if pooled else x.flatten(0, 1))
+        return half_square(outputs, torch.zeros_like(outputs))
+
+    found, wanted = directions(flat, of_edges, method), directions(padded, of_matrix, method)
+    for name, gradient in wanted.items():
+        compare(found[name], gradient, name, rtol=1e-10)
 
 
 def test_crops_of_a_sample_are_terms() -> None:
@@ -588,6 +658,24 @@ def test_a_batch_in_chunks_is_the_batch(name: str, micro: int, layers: int) -> N
         found.append({n: p.grad for n, p in model.named_parameters()})
     for key, gradient in found[1].items():
         compare(found[0][key], gradient, key, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_in_chunks_is_the_batch_under_the_default_clip(method: str) -> None:
+    """The clip shortens both alike."""
+
+    def loss(model: nn.Module, chunks: int) -> Tensor:
+        outputs = torch.cat([model(part) for part in randn(8, 3).chunk(chunks)])
+        return (outputs.square().sum(1) + outputs[:, 0]).logsumexp(0)
+
+    def direction(chunks: int, clip: float | None) -> dict[str, Tensor]:
+        model = perceptron()
+        return directions(model, lambda: loss(model, chunks), method, kl_clip=clip)
+
+    whole, chunked, unclipped = direction(1, KL_CLIP), direction(4, KL_CLIP), direction(4, None)
+    for key, gradient in whole.items():
+        compare(chunked[key], gradient, key, rtol=1e-9)
+        assert gradient.norm() < 0.9 * unclipped[key].norm()
 
 
 class Sum(nn.Module):

@@ -124,7 +124,7 @@ def test_a_gradient_that_is_replaced_by_zeros(replace: Callable[[nn.Parameter], 
         compare(blocks(own)["0"].running["A"][0], rows.T @ rows / 6, "A")
 
 
-@pytest.mark.parametrize("method", ["ekfac", "foof", "tnt", "diagonal", "kfac-reduce"])
+@pytest.mark.parametrize("method", ["ekfac", "foof", "tnt", "diagonal", "kfac-reduce", "eva"])
 def test_every_method_drops_them(method: str) -> None:
     every = {"solve_every": 2}
     plain = trained(method, to_none, **every)

@@ -210,8 +210,6 @@ def test_what_is_printed_runs_where_k_fac_has_few_blocks(
     model = build()
     advice = soframe.recommend(model)
     assert advice.kind == kind
-    if kind != "other":
-        return
     scope: dict[str, object] = {"model": model, "soframe": soframe}
     exec(advice.call, scope)
     x = torch.arange(6) % 9 if isinstance(model, Tied) else torch.rand(6, 4)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.settings import grouped
+from soframe.testing import compare
 from tests import kit
 from tests.distributed.harness import RankFailure, run_ranks
 
@@ -216,6 +217,64 @@ def test_the_auxiliary_method_moves_a_layer_that_is_not_called() -> None:
         adamw.step()
         optimizer.step()
         torch.testing.assert_close(model.last.weight.detach(), weight.detach())
+
+
+class Borrowing(nn.Module):
+    """Uses the weight of a part without calling it, before a head that is called."""
+
+    def __init__(self, part: nn.Module, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.head = part, nn.Linear(4, 2)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.use(self.part, x).tanh()
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def use_linear(part: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, part.weight, part.bias)
+
+
+def use_convolution(part: nn.Module, x: Tensor) -> Tensor:
+    return F.conv1d(x, part.weight, part.bias).mean(2)
+
+
+def use_table(part: nn.Module, x: Tensor) -> Tensor:
+    return F.embedding(x, part.weight).mean(1)
+
+
+BORROWED = {
+    "linear": (lambda: nn.Linear(3, 4), use_linear, lambda: batch().double()),
+    "convolution": (
+        lambda: nn.Conv1d(2, 4, 2),
+        use_convolution,
+        lambda: batch().double().expand(2, 5, 3).transpose(0, 1),
+    ),
+    "table": (lambda: nn.Embedding(7, 4), use_table, lambda: torch.arange(10).reshape(5, 2) % 7),
+}
+
+
+@pytest.mark.parametrize("name", BORROWED)
+def test_a_weight_that_is_used_without_its_module_takes_a_plain_gradient_step(name: str) -> None:
+    """Under K-FAC without `skip=`, at K-FAC's rate; the first step warns."""
+    make, use, inputs = BORROWED[name]
+    torch.manual_seed(0)
+    model, x = Borrowing(make(), use).double(), inputs()
+    optimizer = soframe.Optimizer(model, "kfac", lr=0.05, layers="all")
+    for step in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        with pytest.warns(UserWarning, match=f"{LOST}.*'part'") if step == 0 else nullcontext():
+            optimizer.step()
+        for key, parameter in model.named_parameters():
+            plain = before[key] - 0.05 * gradients[key]
+            if key.startswith("part"):
+                compare(parameter.detach(), plain, key, rtol=1e-12)
+            else:
+                assert not torch.allclose(parameter, plain)
 
 
 def test_an_output_in_whose_place_something_else_is() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import soframe
+from soframe.settings import grouped
+from soframe.testing import compare, dense_preconditioned
+from tests.curvature import closing, fill, half_square, preconditioner, randn
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.robustness.test_no_effect import Network, backward, build
 
@@ -187,3 +192,88 @@ def test_an_optimizer_that_shares_parameters_out() -> None:
     part = torch.optim.SGD(model.first.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"last\.weight .*another optimizer has it, leave "):
         build(model, optimizer=part)
+
+
+# -- steps in the wrong place, which go unseen ---------------------------------------------------
+
+
+EVERY_STEP = {"statistics_every": 1, "solve_every": 1}
+
+
+def plain_net() -> tuple[nn.Linear, Tensor, Tensor]:
+    """A layer whose gradients and Fisher are read off its outputs, and its batch."""
+    model = fill(nn.Linear(3, 2))
+    return model, randn(6, 3), randn(6, 2, seed=1)
+
+
+def dense(model: nn.Linear, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient ``[out, in + 1]`` over kron(G, A), damped."""
+    rows = torch.cat([x, torch.ones(6, 1).double()], 1)
+    errors = x @ model.weight.detach().T + model.bias.detach() - y
+    fisher = torch.kron(errors.T @ errors / 6, rows.T @ rows / 6)
+    return dense_preconditioned(fisher, gradient, 0.1)
+
+
+def matrix_of_gradients(model: nn.Linear) -> Tensor:
+    assert model.weight.grad is not None
+    assert model.bias.grad is not None
+    return torch.cat([model.weight.grad, model.bias.grad[:, None]], 1)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_second_step_preconditions_its_own_results(before: int) -> None:
+    """It warns within the first two windows, and is silent afterwards."""
+    model, x, y = plain_net()
+    with closing(preconditioner(model)) as own:
+        for _ in range(before + 1):
+            model.zero_grad()
+            half_square(model(x), y).backward()
+            raw = matrix_of_gradients(model)
+            own.step()
+        first = dense(model, x, y, raw)
+        compare(matrix_of_gradients(model), first, "first")
+        with seen_early(before):
+            own.step()
+        compare(matrix_of_gradients(model), dense(model, x, y, first), "second")
+
+
+def seen_early(before: int) -> AbstractContextManager[Any]:
+    if before >= 2:
+        return nullcontext()  # warnings are errors here
+    return pytest.warns(UserWarning, match="gradients were not zeroed after the last step")
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_second_step_of_the_optimizer_moves_again(before: int) -> None:
+    """By the same gradients, which stay raw in `.grad`, and the same statistics."""
+    model, x, y = plain_net()
+    settings = {"solver": "eigen", "damping": 0.1, "decay": 0.0, "kl_clip": None}
+    own = soframe.Optimizer(model, "kfac", lr=0.05, **grouped({**settings, **EVERY_STEP}))
+    for _ in range(before + 1):
+        own.zero_grad()
+        half_square(model(x), y).backward()
+        move = 0.05 * dense(model, x, y, matrix_of_gradients(model))
+        start = nn.utils.parameters_to_vector(model.parameters()).detach()
+        own.step()
+    with seen_early(before):
+        own.step()
+    moved = start - nn.utils.parameters_to_vector(model.parameters()).detach()
+    compare(moved, 2 * torch.cat([move[:, :-1].flatten(), move[:, -1]]), "two moves")
+    own.close()
+
+
+def test_a_step_after_the_optimizers_is_lost() -> None:
+    """The weights are those of the optimizer alone."""
+    weights = []
+    for is_preconditioned in (True, False):
+        model, x, y = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        own = preconditioner(model, optimizer=optimizer) if is_preconditioned else None
+        for _ in range(4):
+            optimizer.zero_grad()
+            half_square(model(x), y).backward()
+            optimizer.step()
+            if own is not None:
+                own.step()
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.equal(*weights)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import json
 import os
 import shutil
@@ -15,6 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
 import soframe
 from soframe import checkpoint
@@ -251,3 +255,72 @@ def test_a_state_with_something_odd_is_refused(name: str, where: str) -> None:
     with pytest.raises(TypeError, match=r"a state is|tensors of a state"):
         checkpoint.seal({"odd": odd})
     assert soframe.checkpoint.seal({"fine": torch.ones(1)})
+
+
+def trust_region_of(model: nn.Module) -> soframe.TrustRegion:
+    return soframe.TrustRegion(model, "mse", full_batch=True)
+
+
+def optimizer_of(model: nn.Module) -> soframe.Optimizer:
+    return soframe.Optimizer(model, "kfac", lr=0.1)
+
+
+PLACES: dict[str, tuple[Callable[[nn.Module], Any], list[tuple[Any, ...]]]] = {
+    "the optimizer": (
+        optimizer_of,
+        [("state",), ("state", 0, "soframe"), ("param_groups",), ("param_groups", 0, "lr")],
+    ),
+    "a trust region": (
+        trust_region_of,
+        [
+            ("state", 0, "update"),
+            ("param_groups", 0),
+            ("trust_region",),
+            ("trust_region", "losses"),
+            ("curvature", "version"),
+            ("curvature", "blocks"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("what", PLACES)
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant).*:UserWarning")
+def test_a_state_of_an_optimizer_with_something_odd_changes_nothing(what: str, name: str) -> None:
+    """In place of the state, or of an entry that is read."""
+    build, places = PLACES[what]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3))
+    own = build(model)
+    for step in range(2):
+        own.zero_grad()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        if what == "the optimizer":
+            F.mse_loss(model(x), torch.ones(5, 3)).backward()
+            own.step()
+        else:
+            own.step(lambda x=x: F.mse_loss(model(x), torch.ones(5, 3)))
+    before = own.state_dict()
+    with pytest.raises(ValueError, match=r"not the state of|damaged"):
+        own.load_state_dict(ODD[name]())
+    for place in places:
+        state = copy.deepcopy(before)
+        *outer, last = place
+        entry: Any = state
+        for key in outer:
+            entry = entry[key]
+        entry[last] = ODD[name]()
+        with pytest.raises(ValueError, match=r"not the state of|damaged"):
+            own.load_state_dict(state)
+    after, expected = (checkpoint.seal(plain(state)) for state in (own.state_dict(), before))
+    assert after["checksums"] == expected["checksums"]
+    own.load_state_dict(before)
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the tensors within bytes instead of bytes, which cannot be sealed."""
+    content = state["state"][0].get("soframe")
+    if content is None:
+        return state
+    return {**state, "state": torch.load(io.BytesIO(content), weights_only=True)}
