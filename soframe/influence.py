@@ -16,7 +16,7 @@ from torch import Tensor
 
 from soframe.curvature import Curvature
 from soframe.products.fitting import LossOf, together
-from soframe.products.queries import queries_of
+from soframe.products.queries import queries_of, squares
 
 
 @torch.no_grad()
@@ -74,10 +74,7 @@ def self_influence(
     """
     inverse, lengths = curvature.inverse(damping), [_nothing(curvature, 0)]
     for batch in _share(curvature, train):
-        gradients = curvature.gradients(batch, loss)
-        solved = queries_of(inverse, [gradients])
-        assert solved is not None
-        lengths.append(solved.own(gradients))
+        lengths.append(squares(inverse, curvature.gradients(batch, loss)))
     return torch.cat(lengths)
 
 

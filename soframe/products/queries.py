@@ -8,7 +8,7 @@ would cost more than to rotate the queries back: each side is, when its samples 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +43,6 @@ class BlockQueries:
             self.matrices, self.right = self.matrices @ self.right.mT, None
         return products
 
-    def own(self, gradients: Gradients) -> Tensor:
-        """Return the inner product of each sample with the query of the same number."""
-        products = self.matrices * gradients.rotated(self.left, self.right).dense()
-        return products.flatten(1).sum(1)
-
 
 @dataclass(frozen=True, eq=False)
 class Queries:
@@ -64,11 +59,6 @@ class Queries:
         products = [queries.dot(samples.blocks[block]) for block, queries in self.blocks.items()]
         return total(products)
 
-    def own(self, samples: SampleGradients) -> Tensor:
-        """Return the inner product of each sample with the query of the same number."""
-        products = [queries.own(samples.blocks[block]) for block, queries in self.blocks.items()]
-        return total(products)
-
 
 def queries_of(operator: Operator, batches: Iterable[SampleGradients]) -> Queries | None:
     """Return the products of a matrix with the gradients of batches; None without a batch.
@@ -77,7 +67,7 @@ def queries_of(operator: Operator, batches: Iterable[SampleGradients]) -> Querie
     """
     parts: dict[Block, list[Tensor]] = {}
     for batch in batches:
-        for block, matrices in _products(operator, batch).items():
+        for block, _, matrices in _products(operator, batch):
             parts.setdefault(block, []).append(matrices)
     if not parts:
         return None
@@ -92,13 +82,24 @@ def queries_of(operator: Operator, batches: Iterable[SampleGradients]) -> Querie
     return Queries(blocks)
 
 
-def _products(operator: Operator, batch: SampleGradients) -> dict[Block, Tensor]:
-    """Return the products ``[samples, groups, out, in]`` by block, rotated on a local operator."""
-    if not operator.is_local:
-        dense = {block: gradients.dense() for block, gradients in batch.blocks.items()}
-        return operator.apply(dense)
-    products = {}
-    for block, spectrum in operator.spectra.items():
-        rotated = batch.blocks[block].rotated(spectrum.left, spectrum.right)
-        products[block] = rotated.dense() * operator.values(spectrum)
-    return products
+def squares(operator: Operator, samples: SampleGradients) -> Tensor:
+    """Return ``g^T M g`` of each sample, with a matrix M; every rank must call as for `queries_of`.
+
+    A local operator has the dense gradients of a block at a time.
+    """
+    squared = []
+    for _, gradients, products in _products(operator, samples):
+        squared.append((gradients * products).flatten(1).sum(1))
+    return total(squared)
+
+
+def _products(operator: Operator, batch: SampleGradients) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield blocks, gradients and products ``[samples, groups, out, in]``; rotated if local."""
+    if operator.is_local:
+        for block, spectrum in operator.spectra.items():
+            rotated = batch.blocks[block].rotated(spectrum.left, spectrum.right).dense()
+            yield block, rotated, rotated * operator.values(spectrum)
+        return
+    dense = {block: gradients.dense() for block, gradients in batch.blocks.items()}
+    for block, products in operator.apply(dense).items():
+        yield block, dense[block], products

@@ -56,13 +56,6 @@ class Rows:
     right: Tensor  # [groups, samples, positions, in]
 
     @property
-    def pays(self) -> bool:
-        """Whether rows are smaller than gradients."""
-        _, _, positions, out = self.left.shape
-        into = self.right.shape[3]
-        return positions * (out + into) < out * into
-
-    @property
     def rows(self) -> tuple[int, int]:
         """The numbers of rows that a rotation of the left and of the right side multiplies."""
         rows = self.left.shape[1] * self.left.shape[2]
@@ -544,20 +537,27 @@ class _Collected:
                 sides = left * self.samples, right
                 calls = rows if right.is_floating_point() else lookups
                 calls.append(sides)
-        gradients: Rows | Dense | None = None
+        gradients: Rows | Lookups | Dense | None = None
         if rows:
             left, right = _joined(rows)
-            gradients = Rows(left, right)
-            if not gradients.pays:
-                gradients = Dense(gradients.dense())
+            gradients = _smaller(Rows(left, right), right, block)
         if lookups:
             left, indices = _joined(lookups)
-            in_table = Lookups(left, indices, block.shape.in_features)
-            return in_table if gradients is None else Sum(gradients, in_table)
+            table = Lookups(left, indices, block.shape.in_features)
+            of_table = _smaller(table, indices, block)
+            return of_table if gradients is None else Sum(gradients, of_table)
         if gradients is None:
             shape = (self.samples, *block.shape)
             return Dense(torch.zeros(shape, dtype=block.dtype, device=block.device))
         return gradients
+
+
+def _smaller(rows: Rows | Lookups, right: Tensor, block: Block) -> Rows | Lookups | Dense:
+    """Return rows, or the gradients that they make if these have as few entries."""
+    _, _, positions, out = rows.left.shape
+    if positions * (out + right.shape[3]) < out * block.shape.in_features:
+        return rows
+    return Dense(rows.dense())
 
 
 def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,7 @@ def _check_block(saved: Mapping[str, Any], block: Block) -> None:
     if saved["shape"] != list(block.shape):
         raise ValueError(
             f"block {name!r} has shape {saved['shape']} in the state and {list(block.shape)} in "
-            f"the model"
+            f"the model: load the state of this model, or build the model that was saved"
         )
     if saved["method"] != method:
         raise ValueError(f"block {name!r} was made by {saved['method']}, and is now by {method}")

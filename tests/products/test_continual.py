@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import soframe
+from tests.curvature import fill, randn
 from tests.products.kinds import KINDS, loss
 from tests.products.table import taken, vectors
 from tests.products.test_fitting import batches, cross_entropy, network
@@ -35,6 +37,45 @@ def test_the_penalty_and_its_gradient_are_dense_products(name: str) -> None:
         expected += (product * move).sum() / 2
         torch.testing.assert_close(slope, product, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(value.detach(), expected, rtol=1e-10, atol=1e-12)
+
+
+class Scaled(nn.Module):
+    """A linear layer, and a parameter without a layer helper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.scale * self.inner(x)
+        return outputs
+
+
+@pytest.mark.parametrize("auxiliary", [None, "diagonal"])
+def test_of_the_diagonal_it_is_elastic_weight_consolidation(auxiliary: str | None) -> None:
+    model = fill(Scaled())
+    data = [(randn(n, 3, seed=n), torch.arange(n) % 4) for n in (5, 3)]
+    fisher = dict.fromkeys(["scale", "inner.weight", "inner.bias"], torch.zeros(()))
+    for inputs, labels in data:
+        for number in range(len(labels)):
+            model.zero_grad()
+            outputs = model(inputs[number : number + 1])
+            nn.functional.cross_entropy(outputs, labels[number : number + 1]).backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                fisher[name] = fisher[name] + parameter.grad.square() / 8  # of all samples
+    skip = [] if auxiliary else ["^$"]  # the parameter without a block
+    curvature = soframe.Curvature(model, "diagonal", auxiliary=auxiliary, skip=skip)
+    curvature.fit(data, cross_entropy)
+    anchor = copy.deepcopy(model.state_dict())
+    wanted = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.add_(randn(*parameter.shape, seed=number))
+            if auxiliary or name != "scale":
+                move = parameter - anchor[name]
+                wanted += (fisher[name] * move.square()).sum() / 2
+    torch.testing.assert_close(soframe.continual.penalty(curvature, anchor).detach(), wanted)
 
 
 def test_a_second_task_keeps_the_first_where_it_is_determined() -> None:

@@ -243,6 +243,21 @@ def test_a_curvature_of_training_is_saved_and_loaded(solver: str, tmp_path: Path
         soframe.laplace.Laplace(loaded)  # the number of samples is unknown
 
 
+def test_a_scale_of_training_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, data = network(), batches(6, 6)
+    settings: dict[str, Any] = {"layers": "all", "statistics_every": 1, "solve_every": 2}
+    with closing(preconditioner(model, method="ekfac", **settings)) as own:
+        for batch in data:  # the scale comes with the second
+            model.zero_grad()
+            cross_entropy(model, batch)[1].backward()
+            own.step()
+        own.curvature.save(tmp_path)
+        loaded = soframe.Curvature(network(), "ekfac").load(tmp_path)
+        close(loaded, own.curvature)
+        plain = soframe.Curvature(network(), "kfac").fit(data, cross_entropy)
+        assert loaded.trace() != pytest.approx(plain.trace())
+
+
 def test_another_solver_loads_factors_and_solves_them(tmp_path: Path) -> None:
     model, data = network(), batches(6, 5)
     fitted = soframe.Curvature(model).fit(data, cross_entropy)
@@ -468,6 +483,28 @@ def test_samples_that_do_not_reach_a_layer_count_in_windows_too(
             assert windows.trace("more") == pytest.approx(trace, rel=1e-5)
 
 
+@pytest.mark.parametrize("first", [2, 5])
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "diagonal"])
+def test_micro_batches_within_a_loss_are_one_batch(method: str, fisher: str, first: int) -> None:
+    """Of any sizes, if the loss is the mean over all samples."""
+
+    def in_parts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs, labels = batch
+        outputs, value = list[Tensor](), torch.zeros((), dtype=torch.float64)
+        for part in (slice(first), slice(first, None)):
+            of_part, mean = cross_entropy(model, (inputs[part], labels[part]))
+            outputs.append(of_part)
+            value = value + len(of_part) / len(inputs) * mean
+        return torch.cat(outputs), value
+
+    data, statistics = batches(10, 7), STATISTICS[fisher]
+    whole = soframe.Curvature(network(), method, statistics=statistics)
+    parts = soframe.Curvature(network(), method, statistics=statistics)
+    close(parts.fit(data, in_parts), whole.fit(data, cross_entropy))
+    assert parts.fitting.samples == 17
+
+
 def test_a_second_fit_begins_anew() -> None:
     model, data = network(), batches(5, 5, 2)
     curvature = soframe.Curvature(model, "ekfac")
@@ -587,6 +624,14 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
         "mean_over": "samples",
         "number": [9.0],
     }
+    assert head["G"] == {
+        "side": "left",
+        "kind": "psd",
+        "shape": [1, CLASSES, CLASSES],
+        "degree": 2,
+        "mean_over": "rows",
+        "number": [9.0],
+    }
     assert path.parent == tmp_path / "curvature"
     with pytest.raises(ValueError, match="another choice of layers"):
         soframe.Curvature(model).load(tmp_path)
@@ -595,6 +640,27 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
         exact.load(tmp_path)
     with pytest.raises(ValueError, match="has no curvature"):
         soframe.Curvature(model).load(tmp_path / "none")
+
+
+def test_the_number_of_a_factor_is_of_samples_or_of_rows() -> None:
+    kind = KINDS["Linear, positions"]()
+    data = kind.data()
+    curvature = soframe.Curvature(kind.model).fit(data, loss)
+    meaning = curvature.meaning_of(*curvature.blocks)
+    assert meaning["A"]["number"] == [sum(len(inputs) for inputs, _ in data)]
+    assert meaning["G"]["number"] == [sum(inputs[..., 0].numel() for inputs, _ in data)]
+
+
+def test_the_curvature_of_another_model_is_not_loaded(tmp_path: Path) -> None:
+    data = batches(5, 4)
+    soframe.Curvature(network()).fit(data, cross_entropy).save(tmp_path)
+    wider = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, CLASSES))
+    curvature = soframe.Curvature(fill(wider)).fit(data, cross_entropy)
+    before = values_of(curvature)
+    message = r"'0' has shape \[1, 4, 4\] in the state and \[1, 5, 4\] in the model: load the state"
+    with pytest.raises(ValueError, match=message):
+        curvature.load(tmp_path)
+    torch.testing.assert_close(values_of(curvature), before, rtol=0, atol=0)
 
 
 def test_checkpoints_of_training_in_the_same_folder_stay(tmp_path: Path) -> None:
@@ -835,6 +901,25 @@ def test_a_fit_in_inference_mode_is_one_outside() -> None:
     close(curvature, alone)
     wanted = alone.gradients(data[0], cross_entropy).dense()
     torch.testing.assert_close(gradients, wanted)
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "diagonal"])
+@pytest.mark.parametrize("name", ["Linear", "Conv2d, grouped", "Embedding", "LSTMCell"])
+def test_vectors_may_have_two_leading_dimensions(name: str, method: str) -> None:
+    """As the vectors that they hold, one by one."""
+    kind = KINDS[name]()
+    curvature = soframe.Curvature(kind.model, method).fit(kind.data(), loss)
+    vector = {}
+    for number, (key, parameter) in enumerate(kind.model.named_parameters()):
+        vector[key] = randn(2, 3, *parameter.shape, seed=number)
+    inverse = curvature.inverse(0.1)
+    for operator in (curvature, inverse, inverse.sqrt()):
+        products = operator @ vector
+        for i in range(2):
+            for j in range(3):
+                alone = operator @ {key: tensor[i, j] for key, tensor in vector.items()}
+                found = {key: tensor[i, j] for key, tensor in products.items()}
+                torch.testing.assert_close(found, alone, rtol=1e-11, atol=1e-13)
 
 
 def test_no_vectors_have_no_products() -> None:

@@ -225,6 +225,42 @@ def test_the_best_noise_is_better_than_all_others(problem: Problem) -> None:
     assert again.noise == pytest.approx(noise, rel=1e-4)
 
 
+def test_the_best_prior_of_a_classification_is_better_than_all_others() -> None:
+    """Of the evidence with Kronecker products and the softmax's Hessian written out."""
+    model, data = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))), batches(12, 9)
+    statistics = soframe.Statistics(fisher="type-2", loss="cross-entropy")
+    laplace = Laplace(soframe.Curvature(model, statistics=statistics).fit(data, cross_entropy))
+    inputs, labels = (torch.cat(tensors) for tensors in zip(*data, strict=True))
+    first, _, last = model  # type: ignore[misc]
+    hidden, outputs = first(inputs).tanh().detach(), model(inputs).detach()
+    shares, ones = outputs.softmax(1), torch.ones(21, 1).double()
+    hessians = torch.diag_embed(shares) - shares.unsqueeze(2) * shares.unsqueeze(1)
+    # Of the logits the derivatives in the first layer's outputs, [21, 3, 4].
+    slopes = last.weight.detach() * (1 - hidden.square()).unsqueeze(1)
+    found = []
+    for rows, gauss_newton in (
+        (torch.cat([inputs, ones], 1), slopes.mT @ hessians @ slopes),
+        (torch.cat([hidden, ones], 1), hessians),
+    ):
+        matrix = torch.kron(rows.T @ rows / 21, gauss_newton.mean(0))
+        found.append(torch.linalg.eigvalsh(21 * matrix).clamp(min=0))
+    values = torch.cat(found)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    likelihood = -float(nn.functional.cross_entropy(outputs, labels, reduction="sum"))
+
+    def evidence(prior: float) -> float:
+        occam = float(torch.log1p(values / prior).sum())
+        return likelihood - (prior * float(weights @ weights) + occam) / 2
+
+    best = laplace.optimised()
+    prior = best.prior_precision
+    assert best.log_marginal_likelihood(likelihood) == pytest.approx(evidence(prior), rel=1e-10)
+    slope = (evidence(prior * 1.001) - evidence(prior / 1.001)) / 0.001
+    assert abs(slope) < 1e-4
+    for power in (-4, -2, -1, -0.3, 0.3, 1, 2):
+        assert evidence(prior * 10**power) < evidence(prior)
+
+
 # -- probabilities ---------------------------------------------------------------------------------
 
 

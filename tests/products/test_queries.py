@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import soframe
 from soframe.layers.layout import BlockShape
 from soframe.methods import KFAC
 from soframe.methods.spectrum import Spectrum
 from soframe.products.queries import queries_of
+from soframe.products.samples import Dense, Lookups, Rows
 from soframe.specs import SecondOrder
+from tests.curvature import fill, randn
 from tests.products.kinds import KINDS, Batch, Kind, loss
 
 DAMPING = 0.1
@@ -84,3 +86,44 @@ def test_each_side_is_rotated_back_when_samples_have_cost_as_much() -> None:
         queries.dot(samples)
     assert block.left is None
     assert block.right is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "positions", "kept"),
+    [
+        (nn.Linear(6, 5), 2, Rows),  # 2 * 12 numbers, and 35 of a gradient with its bias
+        (nn.Linear(6, 5), 3, Dense),
+        (nn.Linear(5, 3), 2, Dense),  # 18 and 18
+        (nn.Embedding(7, 4), 5, Lookups),  # 5 * (4 + 1) numbers, and 28 of a table
+        (nn.Embedding(7, 4), 6, Dense),
+    ],
+)
+def test_gradients_are_kept_as_rows_where_these_are_smaller(
+    layer: nn.Module, positions: int, kept: type
+) -> None:
+    inputs = randn(4, positions, 6)
+    if isinstance(layer, nn.Linear):
+        inputs = inputs[..., : layer.in_features]
+    else:
+        inputs = torch.arange(4 * positions).view(4, positions) ** 2 % 7
+    kind = Kind(fill(nn.Sequential(layer)), lambda n: inputs[:n])
+    with torch.no_grad():
+        batch = inputs, randn(*kind.model(inputs).shape, seed=1)
+    gradients = soframe.Curvature(kind.model).gradients(batch, loss)
+    (of_block,) = gradients.blocks.values()
+    assert type(of_block) is kept
+    torch.testing.assert_close(gradients.dense(), kind.gradients(batch))
+
+
+def test_the_top_are_the_highest_scores_of_each_query() -> None:
+    scores = torch.tensor([[0.5, -3.0, 2.0, 1.0], [-1.0, -2.0, -4.0, -3.0]])
+    values, samples = soframe.influence.top(scores, 2)
+    assert values.tolist() == [[2.0, 1.0], [-1.0, -2.0]]
+    assert samples.tolist() == [[2, 3], [0, 1]]
+    for number in (4, 9):  # as many as there are, and more
+        values, samples = soframe.influence.top(scores, number)
+        assert values.tolist() == [[2.0, 1.0, 0.5, -3.0], [-1.0, -2.0, -3.0, -4.0]]
+        assert samples.tolist() == [[2, 3, 0, 1], [0, 1, 3, 2]]
+    values, samples = soframe.influence.top(-scores, 2)  # that raise the loss most
+    assert values.tolist() == [[3.0, -0.5], [4.0, 3.0]]
+    assert samples.tolist() == [[1, 0], [2, 3]]

@@ -1,5 +1,6 @@
 """Every solver against the dense solve under the same damping, and the algebra that it rests on."""
 
+import itertools
 import math
 
 import pytest
@@ -260,17 +261,19 @@ def test_no_damping_is_shared_as_none(split: str) -> None:
             assert share.tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
 @pytest.mark.parametrize("name", SOLVERS)
-def test_gradients_may_have_leading_dimensions(name: str) -> None:
+def test_gradients_may_have_leading_dimensions(name: str, leading: tuple[int, ...]) -> None:
     """As several vectors for one curvature: each is solved as it would be alone."""
     solver = SOLVERS[name]
     share = torch.full((2,), 0.1, dtype=torch.float64)
     left, right = (solver.solve(spectrum(2, n, 1e-2), share) for n in (3, 4))
-    gradients = randn(5, 2, 3, 4)
+    gradients = randn(*leading, 2, 3, 4)
     both = solver.apply(gradients, left=left, right=right, damping=0.01)
     single = solver.apply_right(gradients, right=right, damping=0.01)
-    for number, gradient in enumerate(gradients):
+    for index in itertools.product(*map(range, leading)):
+        gradient = gradients[index]
         alone = solver.apply(gradient, left=left, right=right, damping=0.01)
-        compare(both[number], alone, f"{name}, both factors", rtol=1e-12)
+        compare(both[index], alone, f"{name}, both factors", rtol=1e-12)
         alone = solver.apply_right(gradient, right=right, damping=0.01)
-        compare(single[number], alone, f"{name}, one factor", rtol=1e-12)
+        compare(single[index], alone, f"{name}, one factor", rtol=1e-12)
