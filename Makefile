@@ -36,8 +36,9 @@ test-all: $(VENV)/.stamp-test ## run it with more ranks, strategies, methods and
 	$(MAKE) test-kernels
 
 # The last bits of a product depend on the instructions that MKL, oneDNN and ATen choose for a processor.
-NUMERICAL := $(addprefix tests/,capture kernels layers losses methods parity solvers testing trust_region) \
-    $(patsubst %,tests/test_%.py,counting fisher kl_clip moving norm_clip optimizer stacks state_dtype statistics)
+NUMERICAL := $(addprefix tests/,capture kernels layers losses methods parity products solvers testing trust_region) \
+    $(patsubst %,tests/test_%.py,clips counting demand few_rows fisher fused_adam growing kl_clip moving norm_clip observe \
+    optimizer sharing stacks state_dtype statistics)
 
 .PHONY: test-kernels
 test-kernels: $(VENV)/.stamp-test ## run the numerical tests of one process with the instructions of two other processors

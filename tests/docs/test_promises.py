@@ -1,9 +1,10 @@
-"""Each passage of the documentation that promises an error names a test that sees the error.
+"""Each passage of the documentation that promises an error names a test that sees an error.
 
-The names stand in a comment under the paragraph or list item, or in the row of a table:
-`<!-- error: tests/robustness/test_ending.py::test_name -->`, several with spaces between them, or
-`none` where the passage promises no error of soframe's. A passage needs no comment before a fence
-that says `python raises=ValueError`: that code is run.
+The test, or a function of its file that it names, expects one by a name of `SEEN`, or catches one
+and returns its words, which are compared. The names stand in a comment under the paragraph or list
+item, or in the row of a table: `<!-- error: tests/robustness/test_ending.py::test_name -->`,
+several with spaces between them, or `none` where the passage promises no error of soframe's. A
+passage needs no comment before a fence that says `python raises=ValueError`: that code is run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ WORDS = re.compile(
     r"\ban error\b|\bare errors\b|^\W*Errors\b|\b\w+Error\b"
     r"|\braises?\b|\brefuse[sd]?\b|\brejects?\b(?!=)"
 )
+# What expects an error: in this process, on ranks, or as the end of a command.
+SEEN = {
+    *("raises", "warns", "RankError", "RankFailure", "require_refused", "assert_refused"),
+    *("exit_code", "returncode", "status"),
+}
 COMMENT = re.compile(r"<!-- error: (.+?) -->")
 # Decisions are of the past; the other two have tests of their own, which try what they say.
 ELSEWHERE = {"compatibility.md", "combinations.md"}
@@ -64,10 +70,26 @@ def promises(text: str) -> dict[int, str]:
 
 
 @cache
-def functions(file: str) -> set[str]:
-    """Return the names of the functions of a file."""
+def functions(file: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a file by their names."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    return {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+
+
+def sees_an_error(name: str, of_file: dict[str, ast.FunctionDef]) -> bool:
+    """Return whether a function, or one of its file that it names, expects or catches an error."""
+    reached: set[str] = set()
+    left = {name}
+    while left:
+        function = left.pop()
+        reached.add(function)
+        for node in ast.walk(of_file[function]):
+            word = getattr(node, "id", getattr(node, "attr", ""))
+            if word in SEEN or (isinstance(node, ast.ExceptHandler) and node.name):
+                return True
+            if word in of_file and word not in reached:
+                left.add(word)
+    return False
 
 
 @pytest.mark.parametrize("page", READ, ids=[str(page.relative_to(ROOT)) for page in READ])
@@ -79,6 +101,7 @@ def test_every_promise_names_its_test(page: Path) -> None:
         for test in comment[1].split() if comment[1] != "none" else []:
             file, _, name = test.partition("::")
             assert name in functions(file), f"{where}: there is no {test}"
+            assert sees_an_error(name, functions(file)), f"{where}: {test} expects no error"
 
 
 def test_no_comment_is_left_where_there_is_no_promise() -> None:
@@ -113,3 +136,30 @@ def test_passages_that_promise_are_found() -> None:
     assert sorted(promises(PAGE)) == [3, 7, 10]
     assert COMMENT.search(promises(PAGE)[3])
     assert COMMENT.search(promises(PAGE)[7]) is None
+
+
+FILE = """\
+def caught():
+    try:
+        f(0)
+    except ValueError as error:
+        return str(error)
+
+def test_of_another():
+    assert "no 0" in caught()
+
+def test_here():
+    with pytest.raises(ValueError):
+        f(0)
+
+def test_none():
+    assert test_none and f(1) == 1
+"""
+
+
+def test_a_test_that_expects_no_error_is_found() -> None:
+    of_file = {
+        node.name: node for node in ast.parse(FILE).body if isinstance(node, ast.FunctionDef)
+    }
+    seen = {name for name in of_file if sees_an_error(name, of_file)}
+    assert seen == {"caught", "test_of_another", "test_here"}

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from typer.testing import CliRunner, Result
 
 import soframe
-from experiments import compare, environment, train, tuning
+from experiments import compare, environment, train, tuning, workloads
 from experiments.__main__ import app
 from experiments.workloads import of_module, workload
 from soframe.registry import KINDS
@@ -222,6 +222,36 @@ def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str])
     (folder / "lines.py").write_text(TENSORS.replace("randn", "rand"))
     assert invoke(*SHORT, "--seeds", "1").exit_code == 0
     assert here == ["sgd 1", "kfac 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_a_command_goes_on_until_a_module_of_the_file_changes(
+    folder: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "parts_of_lines.py").write_text("SCALE = 1.0\n")
+    text = TENSORS.replace("import torch", "import torch\nfrom parts_of_lines import SCALE", 1)
+    (folder / "lines.py").write_text(text.replace("model(inputs),", "SCALE * model(inputs),"))
+    kept = f"are taken from {Path('out', 'runs')}, of the same settings, sources and versions"
+
+    def compared() -> list[dict[str, object]]:
+        result = invoke(*SHORT, "--seeds", "1", "--json")
+        assert (kept in result.stderr) == (not here), result.stderr
+        return json.loads(result.stdout)["runs"]
+
+    before = compared()
+    here.clear()
+    assert compared() == before
+    assert here == []
+    (folder / "parts_of_lines.py").write_text("SCALE = 50.0\n")
+    del sys.modules["parts_of_lines"]  # as in a process of its own
+    workloads._imported.cache_clear()
+    after = compared()
+    assert here == ["sgd 1", "kfac 1"]
+    for run, kept_run in zip(after, before, strict=True):
+        assert run["rows"][0]["loss"] > 10 * kept_run["rows"][0]["loss"]
+    del sys.modules["parts_of_lines"]
 
 
 @pytest.mark.slow

@@ -251,3 +251,15 @@ def test_methods_of_gradients_take_experts_one_by_one() -> None:
         moved = experts.up_proj[number] - before[number]
         compare(moved, alone["one"].weight - start, f"expert {number}")
     optimizer.close()
+
+
+def test_the_first_line_has_the_part_of_the_weights_that_have_a_block() -> None:
+    """Of experts that a class keeps in one parameter, most have none."""
+    model = nn.ModuleDict({"experts": SomeExperts(), "head": nn.Linear(4, 2)})
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    with closing(soframe.Preconditioner(model, layers="all")) as preconditioner:
+        report = preconditioner.report()
+    covered = sum(sizes[row.parameter] for row in report if row.block is not None)
+    assert 0 < covered < sum(sizes.values()) / 2
+    first = str(report).splitlines()[0]
+    assert first.endswith(f", {covered / sum(sizes.values()):.0%} of the trained weights")

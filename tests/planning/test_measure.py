@@ -243,6 +243,34 @@ def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
         return measure("cpu", backend=TorchDistributed(fused=fused), sides=(8, 16), budget=0.1)
 
 
+def within_a_budget(rank: int, ranks: int, budget: float) -> tuple[float, int]:
+    """Return what the clock says after the samples of all collectives, and their number."""
+    now = 0.0
+
+    def look() -> float:
+        nonlocal now
+        seconds = 1.0 if now < budget / 2 else 10.0  # other work begins halfway
+        now += seconds if rank == 0 else 0.001
+        return now
+
+    backend, device = TorchDistributed(), torch.device("cpu")
+    clock = SimpleNamespace(perf_counter=look, thread_time=look)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "time", clock)
+        series = measuring.collectives(backend, device, measuring.BYTES)
+        found = seconds(series, backend, device, budget)
+    return now, len(found)
+
+
+@pytest.mark.distributed
+def test_the_budget_is_kept_beside_a_rank_whose_clock_is_slow() -> None:
+    """Each look at the clock takes seconds; by its own the other rank has all the time."""
+    budget = 400.0
+    (spent, series), (slow, _) = run_ranks(within_a_budget, 2, budget, timeout=60)
+    assert series == len(COLLECTIVES)
+    assert slow < 1 < budget / 2 < spent < 1.25 * budget
+
+
 @pytest.mark.distributed
 def test_two_ranks_have_one_profile() -> None:
     one, other = run_ranks(on_a_rank, 2, False)

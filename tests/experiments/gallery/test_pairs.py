@@ -13,7 +13,7 @@ import soframe
 from experiments.gallery.lora_pro import LoRAPro
 from soframe.testing import compare
 from tests.curvature import closing, randn
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
 from tests.experiments.gallery.references import lora_pro
 from tests.experiments.gallery.runs import Adapter, Adapting, adapt, adapted, sharded
 
@@ -102,5 +102,6 @@ def test_ranks_are_one_process(ranks: int, strategy: str) -> None:
 
 @pytest.mark.distributed
 def test_sharded_weights_are_an_error() -> None:
-    for message in run_ranks(sharded, 2):
-        assert "reads weights, and they are sharded" in message
+    for failure in run_ranks(sharded, 2, check=False):
+        assert isinstance(failure, RankFailure)
+        assert "reads weights, and they are sharded" in str(failure.exception)
