@@ -102,6 +102,12 @@ def reading(what: str = "the state") -> Iterator[None]:
         raise ValueError(f"{what} is damaged: {error}") from error
 
 
+_OTHER = (
+    "another checksum than at the time of saving, as after a cast to another dtype; a changed state "
+    "needs soframe.checkpoint.seal"
+)
+
+
 def verify(state: Any, what: str = "the state") -> None:
     """Raise ValueError unless a state matches its checksums; the message lists bad tensors."""
     saved = state.get(KEY) if isinstance(state, Mapping) else None
@@ -110,13 +116,11 @@ def verify(state: Any, what: str = "the state") -> None:
     with reading(what):
         actual = seal(state)[KEY]
     known, computed = saved["tensors"], actual["tensors"]
-    differ = [name for name in {**computed, **known} if known.get(name) != computed.get(name)]
-    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-    damaged = f"{', '.join(map(str, differ[:3]))}{more} has" if differ else ""
-    if not differ and saved.get("plain") != actual["plain"]:
-        damaged = "its numbers and names have"
-    if damaged:
-        raise ValueError(
-            f"{what} is damaged: {damaged} another checksum than at the time of saving, as after a "
-            f"cast to another dtype; a changed state needs soframe.checkpoint.seal"
-        )
+    differ = [str(name) for name in {**computed, **known} if known.get(name) != computed.get(name)]
+    if differ:
+        shown = ", ".join(differ[:3])
+        if len(differ) > 3:
+            shown += f" and {len(differ) - 3} more"
+        raise ValueError(f"{what} is damaged: {shown} has {_OTHER}")
+    if saved.get("plain") != actual["plain"]:
+        raise ValueError(f"{what} is damaged: its numbers and names have {_OTHER}")
