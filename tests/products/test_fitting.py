@@ -505,6 +505,35 @@ def test_micro_batches_within_a_loss_are_one_batch(method: str, fisher: str, fir
     assert parts.fitting.samples == 17
 
 
+@pytest.mark.parametrize("is_counted", [False, True])
+@pytest.mark.parametrize("name", ["Linear, positions", "Conv1d", "LayerNorm"])
+def test_micro_batches_within_a_loss_have_the_dense_curvature(name: str, is_counted: bool) -> None:
+    """Where their samples are not seen to differ a warning asks for their number."""
+
+    def in_parts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        if is_counted:
+            curvature.count(len(batch[1]))
+        outputs, value = list[Tensor](), torch.zeros((), dtype=torch.float64)
+        for part in (slice(2), slice(2, None)):
+            of_part, mean = loss(model, (batch[0][part], batch[1][part]))
+            outputs.append(of_part)
+            value = value + len(of_part) / len(batch[1]) * mean
+        return torch.cat(outputs), value
+
+    kind = KINDS[name]()
+    curvature = soframe.Curvature(kind.model)
+    if not is_counted and name != "Linear, positions":
+        with pytest.warns(UserWarning, match="went through 2 forward passes .* mean over 3 terms"):
+            curvature.fit(kind.data(), in_parts)
+        return
+    curvature.fit(kind.data(), in_parts)
+    vector = vectors(kind)
+    (matrix,), (given,) = kind.matrices(kind.data()), taken(kind, vector)
+    (found,) = taken(kind, curvature @ vector)
+    product = torch.einsum("gpr,ngr->ngp", matrix, given)
+    torch.testing.assert_close(found, product, rtol=1e-10, atol=1e-12)
+
+
 def test_a_second_fit_begins_anew() -> None:
     model, data = network(), batches(5, 5, 2)
     curvature = soframe.Curvature(model, "ekfac")

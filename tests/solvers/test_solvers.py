@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.solvers import Eigen, Inverse
+from soframe.solvers import Eigen, Inverse, Root
 from soframe.solvers.base import mean_trace
 from soframe.testing import compare, dense_preconditioned
 from tests.curvature import randn
@@ -262,10 +262,10 @@ def test_no_damping_is_shared_as_none(split: str) -> None:
 
 
 @pytest.mark.parametrize("leading", [(5,), (2, 3)])
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", [*SOLVERS, "root"])
 def test_gradients_may_have_leading_dimensions(name: str, leading: tuple[int, ...]) -> None:
     """As several vectors for one curvature: each is solved as it would be alone."""
-    solver = SOLVERS[name]
+    solver = Root() if name == "root" else SOLVERS[name]
     share = torch.full((2,), 0.1, dtype=torch.float64)
     left, right = (solver.solve(spectrum(2, n, 1e-2), share) for n in (3, 4))
     gradients = randn(*leading, 2, 3, 4)
