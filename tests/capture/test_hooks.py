@@ -126,7 +126,7 @@ def test_a_global_hook_may_change_what_a_module_returns(kind: type[nn.Module]) -
         compare(one, another, "factor or gradient")
 
 
-@pytest.mark.parametrize("method", ["kfac", "ekfac", "foof"])
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "tnt"])
 def test_a_global_hook_that_scales_linear_layers_is_a_module_behind_them(method: str) -> None:
     """In every step, and in every second one."""
 
