@@ -173,11 +173,7 @@ def latest(
 def latest_on(ranks: Ranks, folder: str | os.PathLike[str]) -> Path | None:
     """Return the last whole checkpoint as `latest` does, on these ranks."""
     root = Path(folder)
-
-    def names_here() -> list[str]:
-        return _names(root) if ranks.rank == 0 else []
-
-    names = ranks.of_folder(root, f"{root} cannot be read", names_here)
+    names = ranks.of_folder(root, f"{root} cannot be read", lambda: _names(root))
     problems = []
     # The newest first; older ones only if it is damaged.
     for name in reversed(names):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
@@ -130,6 +130,9 @@ class PlainReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        for file in Path(self.path).glob("*"):  # a pipe or a device may have no end
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise NotPlainError(f"{file.name} is no file")
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             metadata = parse(stream.read())
         if not isinstance(metadata.storage_meta, StorageMeta):

@@ -86,6 +86,21 @@ def test_the_checkpoint_before_a_forged_one_is_taken(
 
 
 @pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
+@pytest.mark.parametrize("forge", FORGERS)
+def test_a_forged_checkpoint_is_not_loaded(
+    forge: Callable[[Path], None], pattern: str, tmp_path: Path
+) -> None:
+    """Also where `latest` has not looked at it."""
+    preconditioner = trained(0)
+    bad = save(tmp_path, preconditioner)
+    (file,) = bad.glob(pattern)
+    file.unlink()
+    forge(file)
+    with pytest.raises(ValueError, match="no complete checkpoint of a preconditioner can be read"):
+        checkpoint.load(preconditioner, bad)
+
+
+@pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
 def test_the_checkpoint_before_a_cut_one_is_taken(pattern: str, tmp_path: Path) -> None:
     first, second = trained(0), trained(1)
     good, bad = save(tmp_path, first), save(tmp_path, second)
