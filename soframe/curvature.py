@@ -67,8 +67,7 @@ from soframe.strategies.placement import Placement
 _MOST = 5
 """The blocks that an error lists."""
 
-FOLDER = "curvature"
-"""The folder of saved curvatures: each save removes the former one, and no other checkpoint."""
+FOLDER = "curvature"  # of saved curvatures, of which the last one is kept
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 

@@ -103,7 +103,7 @@ def reading(what: str = "the state") -> Iterator[None]:
 
 
 _OTHER = (
-    "another checksum than at the time of saving, as after a cast to another dtype; a changed state "
+    "another checksum than when it was saved, as after a cast to another dtype; a changed state "
     "needs soframe.checkpoint.seal"
 )
 
