@@ -150,8 +150,8 @@ def _input_rows(layer: nn.Module, part: Part, inputs: Tensor) -> Tensor:
     def call(weight: Tensor) -> Tensor:
         return functional_call(layer, {"weight": weight}, (inputs,))
 
-    # [outputs..., *weight]
-    jacobian = jacrev(call, chunk_size=1)(weight)  # bags have no rule for more at once
+    # [outputs..., *weight]; bags have no rule for more than one at once
+    jacobian = jacrev(call, chunk_size=1)(weight).detach()
     dims = jacobian.dim() - weight.dim()
     jacobian = jacobian.movedim(part.channel % dims, dims - 1).flatten(0, dims - 2)
     rows, channels = jacobian.shape[:2]
