@@ -67,7 +67,7 @@ from soframe.strategies.placement import Placement
 _MOST = 5
 """The blocks that an error lists."""
 
-FOLDER = "curvature"  # of saved curvatures, of which the last one is kept
+FOLDER = "curvature"  # has the last saved curvature, and no checkpoint of training
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 

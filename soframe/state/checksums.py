@@ -98,7 +98,7 @@ def reading(what: str = "the state") -> Iterator[None]:
         yield
     except ValueError:
         raise
-    except Exception as error:
+    except Exception as error:  # of any kind: these may be bytes of a file
         raise ValueError(f"{what} is damaged: {error}") from error
 
 
