@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import soframe
 from tests.distributed.harness import run_ranks
-from tests.integrations.kit import Case, Data, network, sgd
+from tests.integrations.kit import Case, Data, as_launched, network, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?!soframe)")
 
@@ -78,6 +78,7 @@ def test_accelerate_of_the_quick_start() -> None:
 
 
 def of_deepspeed(rank: int, ranks: int, folder: str) -> int:
+    as_launched(rank, ranks)
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.chdir(folder)
     import deepspeed
