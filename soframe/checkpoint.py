@@ -98,8 +98,7 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     curvature = preconditioner.curvature
     placed, backend = curvature.placed, curvature.placed.backend
     preconditioner.land("soframe.checkpoint.part()")
-    if any(block.record.pending > 0 for block in placed.blocks):
-        backend.meet("soframe.checkpoint.part()")
+    backend.meet("soframe.checkpoint.part()")
     header = curvature.header()
     tensors: dict[str, Tensor] = {}
     for block, place in placed:

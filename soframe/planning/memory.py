@@ -137,12 +137,8 @@ def _solving(costs: Costs, placement: Placement, part: Part, rank: int) -> int:
         arrived.append(matrices)
         triangles += packed
 
-    # Parts of several owners are joined, stack by stack. Solves that continue from the last data
-    # keep them until the end.
-    parts = [arrived[number] for number in part.directs]
-    joined = max(parts, default=0)
-    if any(any(stack.work.resident) for stack in stacks):
-        joined = sum(parts)
+    # Parts of several owners are joined, stack by stack.
+    joined = max([arrived[number] for number in part.directs], default=0)
     # The updates still hold the former states: all that follow are new.
     states = _peak([costs.rebase(stacks[number].members) for number in part.directs])
     installing = solve.results + sum(arrived) + max(triangles, joined + states)

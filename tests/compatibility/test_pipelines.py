@@ -353,8 +353,9 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     # Blocks that wait for statistics of new bases are those of all stages.
     late = [seal({**one["own"], "late": [next(iter(one["own"]["blocks"]))]}) for one in states]
     assert checkpoint.merge(late)["late"] == [one["late"][0] for one in late]
-    with pytest.raises(ValueError, match="takes the states of the stages"):
-        checkpoint.merge([whole["own"]])
+    for of_no_stage in ([whole["own"]], [states[0]["own"], whole["own"]]):
+        with pytest.raises(ValueError, match="takes the states of the stages"):
+            checkpoint.merge(of_no_stage)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 from soframe import Preconditioner, checkpoint
 from soframe.comm import TorchDistributed
 from soframe.settings import grouped
-from soframe.strategies import HybridOpt, MemOpt, Sharded
+from soframe.strategies import CommOpt, HybridOpt, MemOpt, Sharded
 from soframe.strategies.base import Strategy
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import Case, Run, Shards, mean_over, train_alone
@@ -220,27 +220,49 @@ def test_without_a_process_group_the_torch_backend_says_what_to_do():
         TorchDistributed()
 
 
-def save_alone(rank: int, ranks: int) -> list[str]:
-    # Solved at steps 0 and 3: two windows of statistics are not yet reduced.
-    options = {"strategy": Sharded(deferred=True), "statistics_every": 1, "solve_every": 3}
+def save_alone(rank: int, ranks: int, what: str) -> str | None:
+    # Solved at steps 0 and 3: two windows of statistics are not yet reduced, if that is deferred.
+    strategy = CommOpt() if what == "part, nothing deferred" else Sharded(deferred=True)
+    options = {"strategy": strategy, "statistics_every": 1, "solve_every": 3}
     backend = TorchDistributed(meet_timeout=1)
     run = Run(Case(options), rank, ranks, backend, mean_over()).train(range(3))
-    errors = []
-    for save in (run.preconditioner.state_dict, lambda: checkpoint.part(run.preconditioner)):
-        try:
-            if rank == 0:
-                save()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+    if rank > 0:
+        return None
+    with pytest.raises(RuntimeError) as caught:
+        if what == "state":
+            run.preconditioner.state_dict()
+        else:
+            checkpoint.part(run.preconditioner)
+    return str(caught.value)
 
 
-def test_a_state_that_one_rank_asks_for_alone_names_the_missing():
-    first, *_ = run_ranks(save_alone, 3, timeout=30, check=False)
+@pytest.mark.parametrize("what", ["state", "part", "part, nothing deferred"])
+def test_a_state_that_one_rank_asks_for_alone_names_the_missing(what):
+    call = "Preconditioner.state_dict" if what == "state" else "checkpoint.part"
+    first, *_ = run_ranks(save_alone, 3, what, timeout=30, check=False)
     assert not isinstance(first, RankFailure), first
-    for error, call in zip(first, ("Preconditioner.state_dict", "checkpoint.part"), strict=True):
-        assert f"{call}() must be called by every rank" in error
-    assert "1, 2" in first[0]
+    assert f"{call}() must be called by every rank" in first
+    assert "1, 2" in first
+
+
+class Prepared(TorchDistributed):
+    """Keeps the groups that it prepares."""
+
+    def prepare(self, groups):
+        self.prepared = list(groups)
+        super().prepare(groups)
+
+
+def prepare_groups(rank: int, ranks: int) -> None:
+    backend = Prepared()
+    run = Run(Case({"strategy": HybridOpt(colocate=False)}), rank, ranks, backend, mean_over())
+    groups = run.preconditioner.placement.groups()
+    assert groups
+    assert backend.prepared == groups  # before the first step
+
+
+def test_the_groups_of_a_placement_are_made_with_it():
+    run_ranks(prepare_groups, 4)
 
 
 def differ_in_a_step(rank: int, ranks: int, what: str) -> str:

@@ -664,6 +664,12 @@ def test_one_process_needs_what_is_planned(make: Any, method: str) -> None:
     assert 0.98 * recorded <= planned <= (1.35 if method == "shampoo" else 1.1) * recorded
 
 
+def test_statistics_that_follow_the_update_are_beside_new_states() -> None:
+    """Narrow layers: the products of their inputs are larger than all updates."""
+    _, (recorded, planned) = peaks(lambda: dense(40, 2, 40, 2), "soap", CommOpt(), rank=0, world=1)
+    assert planned == recorded
+
+
 @pytest.mark.slow
 @pytest.mark.covering(together=1)
 @pytest.mark.parametrize(

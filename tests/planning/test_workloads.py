@@ -225,3 +225,5 @@ def test_a_resnet_halves_its_images_five_times() -> None:
         if isinstance(module, Residual | nn.Sequential | nn.MaxPool2d):
             sides.append(x.shape[-1])
     assert sides == [112, 56, *[56] * 3, *[28] * 4, *[14] * 6, *[7] * 3]
+    pool = model[2]
+    assert (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
