@@ -121,6 +121,22 @@ def test_a_newer_preconditioner_replaces_an_older_one() -> None:
     assert hooks(model) == 0
 
 
+def test_an_older_one_that_nothing_reaches_is_replaced_without_a_warning() -> None:
+    """It had some of the layers, and only the garbage collector can tell that it is gone."""
+    model = CASE.build()
+    gc.collect()
+    gc.disable()
+    try:
+        circle: list[Any] = [precondition(model, skip=["last"])]
+        circle.append(circle)
+        del circle
+        newer = precondition(model)  # a warning is an error
+    finally:
+        gc.enable()
+    newer.close()
+    assert hooks(model) == 0
+
+
 @pytest.mark.parametrize("where", ["backward", "step", "move"])
 def test_a_cell_that_was_interrupted_runs_again(
     where: str, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -196,6 +197,25 @@ def build_elsewhere(rank: int, ranks: int) -> tuple[bool, str]:
     except ValueError as error:
         return TorchDistributed().fused, str(error)
     raise AssertionError("it was taken")
+
+
+def find_wires(rank: int, ranks: int) -> dict[str, list[str]]:
+    wires = {}
+    for engines in ("cpu:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl"):
+        with patch.object(dist, "get_backend_config", return_value=engines):
+            backend = TorchDistributed()
+        with patch.object(torch.cuda, "current_device", return_value=3):
+            wires[engines] = [str(backend.wire_device(torch.device(d))) for d in ("cpu", "cuda:1")]
+    return wires
+
+
+def test_numbers_travel_from_where_they_are_if_an_engine_is_there():
+    [wires] = run_ranks(find_wires, 1)
+    assert wires == {
+        "cpu:gloo": ["cpu", "cuda:1"],
+        "cuda:nccl": ["cuda:3", "cuda:1"],
+        "cpu:gloo,cuda:nccl": ["cpu", "cuda:1"],
+    }
 
 
 def test_another_engine_is_refused_with_a_remedy():
