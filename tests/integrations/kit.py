@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
@@ -80,6 +81,17 @@ def let_scale(accelerator: Any) -> None:
     """Let an ``Accelerator`` train in float16: what it does on GPUs, and refuses to do on CPUs."""
     accelerator.state._mixed_precision = "fp16"
     accelerator.native_amp, accelerator.scaler = True, scaler()
+
+
+def let_shard(accelerator: Any) -> None:
+    """Let an ``Accelerator`` shard by ``fully_shard``: what its plugin does on GPUs alone."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator.state.fsdp_plugin = plugin
+    for state in (accelerator.state.__dict__, PartialState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
 
 
 class Network(nn.Module):
@@ -161,7 +173,8 @@ def base(model: nn.Module, case: Case, **options: Any) -> torch.optim.Optimizer:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    return {n: w.full_tensor() if isinstance(w, DTensor) else w.clone() for n, w in found.items()}
 
 
 def plain(case: Case, *, clips: str = "gradients") -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from tests.integrations.kit import (
     base,
     finish,
     let_scale,
+    let_shard,
     network,
     sgd,
 )
@@ -37,6 +38,7 @@ def train(
     case: Case = Case(),  # noqa: B008
     *,
     resume: bool = False,
+    sharded: bool = False,
     rank: int = 0,
     ranks: int = 1,
     **options: Any,
@@ -51,6 +53,8 @@ def train(
         mixed_precision="bf16" if case.bf16 else "no",
     )
     assert accelerator.num_processes == ranks
+    if sharded:
+        let_shard(accelerator)
     plain = network(case)
     if case.fp16:
         let_scale(accelerator)
@@ -156,3 +160,24 @@ def test_two_ranks(tmp_path: Path) -> None:
             assert_equal(resumed, whole, 0)
         for found, case in zip(cases, CASES.values(), strict=True):
             assert_plain(found, case, 1e-8)
+
+
+def on_sharding_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
+    as_launched(rank, ranks)
+    options: dict[str, Any] = {"rank": rank, "ranks": ranks, "sharded": True}
+    both = []
+    for own in (False, True):
+        case, where = Case(own=own), f"{folder}/{own}"
+        both.append([train(where, case, resume=resume, **options) for resume in (False, True)])
+    return both
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_resume_under_fully_shard(tmp_path: Path) -> None:
+    """The optimizer is built before the model is sharded, and loaded before its first step."""
+    pytest.importorskip("accelerate")
+    for both in run_ranks(on_sharding_ranks, 2, str(tmp_path), timeout=240):
+        for own, (whole, resumed) in enumerate(both):
+            assert_plain(whole, Case(own=bool(own)), 1e-8)
+            assert_equal(resumed, whole, 0)
