@@ -237,7 +237,7 @@ def save_alone(rank: int, ranks: int, what: str) -> str | None:
 @pytest.mark.parametrize("what", ["state", "part", "part, nothing deferred"])
 def test_a_state_that_one_rank_asks_for_alone_names_the_missing(what):
     call = "Preconditioner.state_dict" if what == "state" else "checkpoint.part"
-    first, *_ = run_ranks(save_alone, 3, what, timeout=30, check=False)
+    first, *_ = run_ranks(save_alone, 3, what, timeout=120, check=False)
     assert not isinstance(first, RankFailure), first
     assert f"{call}() must be called by every rank" in first
     assert "1, 2" in first
