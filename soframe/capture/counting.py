@@ -75,6 +75,10 @@ class Forward:
 
     root: Sight = field(default_factory=Sight)  # its inputs and outputs
 
+    def see(self, root: Sight) -> None:
+        """Keep the batch that the inputs and outputs show."""
+        self.root = root
+
 
 @dataclass(eq=False)
 class Batch:
@@ -95,6 +99,10 @@ class Batch:
     def recognise_by(self, call: Any) -> None:
         """Set the call by whose node ``marker`` a backward pass is found to go through here."""
         self.call = weakref.ref(call)
+
+    def begin(self, root: Sight) -> None:
+        """Begin a forward pass of the root, of whose batch the inputs show this much."""
+        self.forward = Forward(root)
 
     @property
     def lives(self) -> bool:

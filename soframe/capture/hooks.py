@@ -548,7 +548,7 @@ class Capture:
             return  # no training, or a checkpoint that recomputes
         if output is not ...:  # after the call
             forward, terms = self.calls.batch.forward, self.calls.batch.terms
-            forward.root = look_at_outputs(forward.root, args, kwargs, output, layers, terms)
+            forward.see(look_at_outputs(forward.root, args, kwargs, output, layers, terms))
             return
         if not self.alone:
             if (error := alone_in_join()) is not None:
@@ -561,13 +561,13 @@ class Capture:
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
-        calls.batch.forward = Forward(look(args, kwargs))
+        calls.batch.begin(look(args, kwargs))
 
     def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See the layout of a layer's first input, ``[T, N, features]``."""
         forward = self.calls.batch.forward
         first = next(itertools.chain(args, kwargs.values()), None)
-        forward.root = forward.root.with_sequences(first)
+        forward.see(forward.root.with_sequences(first))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
