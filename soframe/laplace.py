@@ -45,7 +45,7 @@ class Predictive:
         mean: The outputs, ``[samples, ...]``.
         covariance: ``[samples, outputs, outputs]``, of the flattened outputs of a sample; in
             float32 at least.
-        loss: The loss of the outputs, which says what they are; None for logits of classes.
+        loss: The loss of the outputs; None for logits of classes.
     """
 
     mean: Tensor
@@ -74,7 +74,7 @@ class Predictive:
             The shape of `mean`.
 
         Raises:
-            ValueError: If the loss is of no logits that soframe knows.
+            ValueError: If the loss is another one.
         """
         if not isinstance(self.loss, BinaryCrossEntropy | CrossEntropy | None):
             raise ValueError(
@@ -118,7 +118,7 @@ class Laplace:
         prior_precision: The inverse variance of each weight in the prior, around zero.
         noise: The variance of each observed output, for ``loss="squared-error"`` (half the squared
             error of a sample, summed over its outputs) and ``"mse"`` alone; None leaves the loss
-            as it is: ``"mse"`` is then the likelihood of half the number of a sample's outputs.
+            as it is; the variance of ``"mse"`` is then half the number of a sample's outputs.
         forward: Runs the model, ``(model, inputs) -> outputs``, if it has more than one input,
             or its outputs are not a tensor.
 

@@ -101,7 +101,7 @@ class Batch:
         self.call = weakref.ref(call)
 
     def begin(self, root: Sight) -> None:
-        """Begin a forward pass of the root, of whose batch the inputs show this much."""
+        """Begin a forward pass of the root, with the batch that its inputs show."""
         self.forward = Forward(root)
 
     @property

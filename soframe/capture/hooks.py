@@ -68,7 +68,7 @@ class LayerCall(NamedTuple):
     # The probe that brought the gradient; None for the loss's own backward pass.
     probe: Probe | None
     batch: Batch  # the declaration of the forward pass (`Preconditioner.count`)
-    root: Sight  # what the root showed in this forward pass
+    root: Sight  # the inputs and outputs of the root in this forward pass
     # The number of another backward pass of the window through the same call, or None.
     earlier: int | None
     # Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its values, the rows

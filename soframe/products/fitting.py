@@ -194,8 +194,8 @@ class Fit:
             numbers[backend.rank], outputs = self._run(batches, loss, every)
         except Exception as raised:  # of any kind: all ranks raise together
             error = raised
-        failed = [float(error is not None)]
-        sums = add_over_ranks(backend, [*failed, outputs, *numbers, *self._statistics.weights()])
+        first = [float(error is not None), outputs]
+        sums = add_over_ranks(backend, first + numbers + self._statistics.weights())
         require_no_failure(backend, error, sums[0])
         self.outputs += sums[1]
         end = 2 + len(numbers)

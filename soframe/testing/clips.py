@@ -40,7 +40,7 @@ def check_clip(clip: str | type[Clip] | Clip) -> None:
         terms = checked.terms(updates, gradients)
         for update, gradient, term in zip(updates, gradients, terms, strict=True):
             groups = map(checked.term, update.split(1), gradient.split(1))
-            compare(term, torch.stack([*groups]).sum(), f"{name}: terms() and the sum of groups")
+            compare(term, torch.stack(list(groups)).sum(), f"{name}: terms() and the sum of groups")
             alone = checked.term(update, 0 * gradient)
             assert alone.isfinite(), f"{name}: the term is {alone} without a gradient"
             twice = checked.term(2 * update, 2 * gradient)
