@@ -647,8 +647,8 @@ class Curvature(OfModel):
             "dampings": state.dampings(blocks, self.dampings),
         }
         if self._fit is not None:
-            places, fisher = self._places, parts.fisher.kind
-            numbers["fit"] = {**asdict(self._fit.progress), "places": places, "fisher": fisher}
+            saved = {"places": self._places, "fisher": parts.fisher.kind}
+            numbers["fit"] = asdict(self._fit.progress) | {"outputs": self._fit.outputs} | saved
         if policy := parts.damping.state():  # most policies have nothing to keep
             numbers["damping"] = policy
         if late := self.statistics.late():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.curvature import Curvature
+from soframe.state import disk
 
 FORMAT = "soframe factors 1"
 CONVENTION = (
@@ -55,7 +56,7 @@ class Factors:
 
 
 def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
-    """Write the factors of a fitted curvature into one file, on the calling rank.
+    """Write the factors of a fitted curvature into one file, on the calling rank, atomically.
 
     Args:
         curvature: A fitted curvature, of a method with the factors A and perhaps G.
@@ -93,9 +94,11 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
     texts = {"format": FORMAT, "convention": CONVENTION, "fisher": fisher}
     texts["layers"] = json.dumps(layers)
     if path.suffix == ".safetensors":
-        _safetensors(path).torch.save_file(tensors, path, metadata=texts)
+        write = _safetensors(path).torch.save_file
+        disk.replace(path, lambda file: write(tensors, file.name, metadata=texts))
     else:
-        torch.save({"metadata": texts, "tensors": tensors}, path)
+        contents = {"metadata": texts, "tensors": tensors}
+        disk.replace(path, lambda file: torch.save(contents, file))
     return path
 
 

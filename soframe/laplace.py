@@ -25,7 +25,7 @@ from torch.func import functional_call
 from soframe.blocks import sharding
 from soframe.checks.values import require_integer, require_numbers
 from soframe.curvature import Curvature
-from soframe.losses import SquaredError
+from soframe.losses import BinaryCrossEntropy, CrossEntropy, Loss, MeanSquaredError, SquaredError
 
 Forward = Callable[[nn.Module, Any], Tensor]
 """``(model, inputs) -> outputs [samples, ...]``."""
@@ -45,10 +45,12 @@ class Predictive:
         mean: The outputs, ``[samples, ...]``.
         covariance: ``[samples, outputs, outputs]``, of the flattened outputs of a sample; in
             float32 at least.
+        loss: The loss of the outputs; None for logits of classes.
     """
 
     mean: Tensor
     covariance: Tensor
+    loss: Loss | None = None
 
     @property
     def variance(self) -> Tensor:
@@ -58,9 +60,10 @@ class Predictive:
     def probabilities(
         self, draws: int | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Return probabilities of outputs that are logits, with classes in dimension 1.
+        """Return probabilities of outputs that are logits.
 
-        A single output is the logit of a binary class.
+        Of a cross-entropy classes are in dimension 1, and a single output is the logit of a binary
+        class; of a binary cross-entropy each output is.
 
         Args:
             draws: The number of outputs that are drawn and averaged; None for the probit
@@ -68,23 +71,33 @@ class Predictive:
             generator: The source of randomness, on the device of the outputs.
 
         Returns:
-            ``[samples, classes, ...]``; ``[samples]`` or ``[samples, 1]`` of a single output.
+            The shape of `mean`.
+
+        Raises:
+            ValueError: If the loss is another one.
         """
+        if not isinstance(self.loss, BinaryCrossEntropy | CrossEntropy | None):
+            raise ValueError(
+                f"probabilities() is of logits under a cross-entropy, and the outputs have the "
+                f"loss {self.loss!r}: take mean and variance; if they are logits of classes, "
+                f"Predictive(p.mean, p.covariance).probabilities()"
+            )
         if draws is None:
-            return _probabilities(self.mean / (1 + math.pi / 8 * self.variance).sqrt(), 1)
+            return self._link(self.mean / (1 + math.pi / 8 * self.variance).sqrt(), 1)
         require_integer("probabilities: draws", draws, 1)
         values, vectors = torch.linalg.eigh(self.covariance)
         root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
         shape = (draws, *values.shape, 1)
         noise = torch.randn(shape, generator=generator, dtype=root.dtype, device=root.device)
         deviations = (root @ noise).reshape(draws, *self.mean.shape)
-        return _probabilities(self.mean + deviations, 2).mean(0)
+        return self._link(self.mean + deviations, 2).mean(0)
 
-
-def _probabilities(logits: Tensor, dim: int) -> Tensor:
-    """Return probabilities of logits with classes in ``dim``, or of a binary class."""
-    is_binary = logits.dim() == dim or logits.shape[dim] == 1
-    return logits.sigmoid() if is_binary else logits.softmax(dim)
+    def _link(self, logits: Tensor, dim: int) -> Tensor:
+        """Return probabilities of logits with classes in ``dim``, or of binary classes."""
+        is_single = logits.dim() == dim or logits.shape[dim] == 1
+        if is_single or isinstance(self.loss, BinaryCrossEntropy):
+            return logits.sigmoid()
+        return logits.softmax(dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +110,15 @@ class Laplace:
     The loss of the fit is the negative log-likelihood of a sample, so its scale counts. The
     Fishers ``"type-2"`` and ``"monte-carlo"`` are its Gauss-Newton matrix; ``"empirical"``
     vanishes where the model fits its data, and gives too much variance there. For a regression the
-    loss is ``"squared-error"``, and ``noise`` sets its variance.
+    loss is ``"squared-error"`` or ``"mse"``, and ``noise`` sets its variance.
 
     Attributes:
         curvature: A curvature after `Curvature.fit` or `Curvature.load`. Its model is in eval
             mode, where dropout and batch statistics are off.
         prior_precision: The inverse variance of each weight in the prior, around zero.
-        noise: The variance of observations, for ``loss="squared-error"`` (half the squared error
-            of a sample, summed over its outputs) alone; None leaves the loss as it is.
+        noise: The variance of each observed output, for ``loss="squared-error"`` (half the squared
+            error of a sample, summed over its outputs) and ``"mse"`` alone; None leaves the loss
+            as it is; the variance of ``"mse"`` is then half the number of a sample's outputs.
         forward: Runs the model, ``(model, inputs) -> outputs``, if it has more than one input,
             or its outputs are not a tensor.
 
@@ -126,9 +140,9 @@ class Laplace:
                 f"{self.prior_precision!r}: without a prior, directions that the data leave open "
                 f"have no variance; pass a small one, or take optimised()"
             )
+        _ = self.samples  # raises where it is not fitted
         if self.noise is not None:
             _require_noise(self.curvature, self.noise)
-        _ = self.samples  # raises where it is not fitted
 
     @property
     def samples(self) -> float:
@@ -164,12 +178,12 @@ class Laplace:
         solution.
 
         Args:
-            residuals: Outputs less targets of all training samples of a regression, of all ranks,
-                of any shape: then the noise is chosen, too. None leaves it.
+            residuals: Outputs less targets of all training samples of a regression, all outputs
+                and of all ranks, of any shape: then the noise is chosen, too. None leaves it.
 
         Raises:
             ValueError: If the weights or the curvature are zero, the residuals are not of all
-                samples of the fit, or see `Laplace`.
+                outputs of the fit, or see `Laplace`.
         """
         square = _square(self.curvature)
         if residuals is None:
@@ -179,10 +193,13 @@ class Laplace:
         if not 0 < squares < math.inf:
             raise ValueError("Laplace: residuals are all zero or not finite: they give no noise")
         values = replace(self, noise=1.0)._values()
-        if number % self.samples > 0:
+        outputs = self.curvature.fitting.outputs
+        is_of_all = number == outputs if outputs else number % self.samples == 0
+        if not is_of_all:
+            of_each = f", with {outputs / self.samples:g} outputs each" if outputs else ""
             raise ValueError(
                 f"Laplace: {number} residuals are not of the {self.samples:.0f} samples of the "
-                f"fit: pass the residuals of all samples, from all ranks"
+                f"fit{of_each}: pass the residuals of all outputs, from all ranks"
             )
 
         def loss(log_noise: float) -> float:
@@ -249,7 +266,7 @@ class Laplace:
         for of_outputs in roots.values():
             stacked = torch.stack(of_outputs, 1)  # [samples, outputs, weights]
             covariance += (stacked @ stacked.mT).to(covariance)
-        return Predictive(mean, covariance)
+        return Predictive(mean, covariance, self.curvature.parts.fisher.loss)
 
     def outputs(self, inputs: Any, number: int, generator: torch.Generator | None = None) -> Tensor:
         """Return the outputs of the model with sampled weights, ``[number, samples, ...]``.
@@ -314,17 +331,19 @@ class _Runner(nn.Module):
 
 def _require_noise(curvature: Curvature, noise: float) -> float:
     """Return the precision of the squared errors of the fit; raise unless they are its loss."""
-    fisher = curvature.parts.fisher
+    fisher, fitting = curvature.parts.fisher, curvature.fitting
     require_numbers("Laplace", noise=noise)
     if not 0 < noise < math.inf:
         raise ValueError(f"Laplace: noise must be positive and finite, not {noise!r}")
-    if not (fisher.probed and isinstance(fisher.loss, SquaredError)):
-        raise ValueError(
-            "Laplace: noise is the variance of squared errors, and this curvature is of another "
-            "loss or Fisher: fit it with "
-            "Statistics(fisher='type-2', loss='squared-error'), or leave noise out"
-        )
-    return fisher.loss.precision
+    if fisher.probed and isinstance(fisher.loss, SquaredError):
+        return fisher.loss.precision
+    if fisher.probed and isinstance(fisher.loss, MeanSquaredError) and fitting.outputs:
+        return 2.0 * fitting.samples / fitting.outputs
+    raise ValueError(
+        "Laplace: noise is the variance of squared errors, and this curvature is of another loss "
+        "or Fisher, or of 'mse' with an unknown number of outputs, under count(): fit it with "
+        "Statistics(fisher='type-2', loss='squared-error'), or leave noise out"
+    )
 
 
 def _values_of(curvature: Curvature) -> dict[str, Tensor]:

@@ -326,6 +326,46 @@ def test_layers_without_a_batch_are_shared_by_all_samples(
         compare(means[0][0], counts[None], "places.A")
 
 
+SIX = torch.tensor([[0, 1, 2], [4, 4, 1], [1, 0, 0], [3, 2, 2], [2, 3, 1], [0, 0, 4]])
+
+
+def in_parts(net: nn.Module, sizes: Sequence[int], counted: bool, own: Any) -> list[Tensor]:
+    """Mean factors over targets with all signs, of losses that go through several passes each."""
+    sums: list[list[Tensor]] = []
+    for row in orthogonal_signs(12):
+        if counted:
+            own.count(6)
+        losses = []
+        for part, start in zip(SIX.split(sizes), row.view(6, 2).split(sizes), strict=True):
+            losses.append((net(part) * start).sum() / 6)
+        torch.stack(losses).sum().backward()
+        own.step()
+        running = [blocks(own)[name].running for name in ("places", "inner", "tokens", "head")]
+        sums.append([factor.clone() for each in running for factor in each.values()])
+    return [torch.stack(factor).mean(0) for factor in zip(*sums, strict=True)]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("sizes", [[2, 4], [1, 5], [5, 1], [1, 4, 1]], ids=str)
+@pytest.mark.parametrize("how", ["[1, T]", "[T]"])
+@pytest.mark.covering(together=2)
+def test_forward_passes_of_one_loss_have_sizes_of_their_own(
+    how: str, sizes: Sequence[int], counted: bool
+) -> None:
+    """A table has the rows of samples, or rows that the samples of its forward pass share."""
+    settings: dict[str, Any] = {"layers": "all", "statistics_every": 1, "decay": 0.0}
+    net, wanted = fill(Places(how)), fill(Places("[N, T]"))
+    with closing(preconditioner(net, **settings)) as own:
+        found = in_parts(net, sizes, counted, own)
+    with closing(preconditioner(wanted, **settings)) as own:
+        whole = in_parts(wanted, [6], False, own)
+    names = [
+        f"{name}.{factor}" for name in ("places", "inner", "tokens", "head") for factor in "AG"
+    ]
+    for name, one, other in zip(names, found, whole, strict=True):
+        compare(one, other, name)
+
+
 class Context(nn.Module):
     """Called with samples and with more rows of a context, so that its inputs do not show N."""
 

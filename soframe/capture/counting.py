@@ -70,13 +70,24 @@ class RowMask:
 
 
 @dataclass(eq=False)
+class Forward:
+    """A forward pass of the root module."""
+
+    root: Sight = field(default_factory=Sight)  # its inputs and outputs
+
+    def see(self, root: Sight) -> None:
+        """Keep the batch that the inputs and outputs show."""
+        self.root = root
+
+
+@dataclass(eq=False)
 class Batch:
     """The declared or observed numbers of some forward passes."""
 
     terms: int | None = None  # that their loss is a mean of; None for the layers' batch size
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
     rows: RowMask | None = None  # the rows that are data; None for all
-    root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
+    forward: Forward = field(default_factory=Forward)  # the last one
     call: weakref.ref[Any] | None = None  # a call whose graph has a node `marker`
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
@@ -89,9 +100,9 @@ class Batch:
         """Set the call by whose node ``marker`` a backward pass is found to go through here."""
         self.call = weakref.ref(call)
 
-    def see(self, root: Sight) -> None:
-        """Keep the batch that the inputs and outputs of the root module show."""
-        self.root = root
+    def begin(self, root: Sight) -> None:
+        """Begin a forward pass of the root, with the batch that its inputs show."""
+        self.forward = Forward(root)
 
     @property
     def lives(self) -> bool:
@@ -266,7 +277,8 @@ class Pass:
     """One backward pass of a window, or several through other layers of one forward pass."""
 
     samples: int  # the terms that its loss is a mean of
-    size: int  # the batch that it went through
+    size: int  # the batch that its first call went through
+    lacks_batch: bool = False  # whether the root was called with a sample without a batch
     number: int = 0  # of the first
     stage: int = 0  # the index of its pipeline stage
     is_declared: bool = False  # whether its terms or rows are declared, or observed
@@ -275,11 +287,11 @@ class Pass:
     reached: set[int] = field(default_factory=set)  # the numbers of samples of its calls
     loss_scale: float | None = None  # of its loss; None until it is read
 
-    def size_of(self, batch: Batch) -> int:
+    def size_of(self, root: Sight) -> int:
         """Return the number of samples of one of its forward passes."""
-        if self.size == 1:
+        if self.lacks_batch:
             return 1
-        return batch.root.size or self.size
+        return root.size or self.size
 
 
 @dataclass(eq=False)
@@ -304,20 +316,21 @@ class Passes:
         sizes: tuple[int, int],
         terms: int | None,
         batch: Batch,
+        root: Sight,
         batches: Sequence[Batch],
         stage: int,
     ) -> Pass:
         """Count a call with ``sizes`` (samples, rows); return its pass.
 
-        ``terms`` is their number, if it is declared or observed; ``batch`` is the call's,
-        ``batches`` are all of the pass at its first call; ``stage`` is the call's.
+        ``terms`` is their number, if it is declared or observed; ``batch``, ``root`` and ``stage``
+        are the call's; ``batches`` are all of the pass at its first call.
         """
         backward = self.by_number.get(number)
         if backward is None:
             if terms is None:
                 backward = self._through(batches)
             if backward is None:
-                backward = self._begin(sizes, terms, batch, batches)
+                backward = self._begin(sizes, terms, batch, root, batches)
                 backward.number, backward.stage = number, stage
             self.by_number[number] = backward
         backward.reached.add(sizes[0])
@@ -343,7 +356,8 @@ class Passes:
     def _through(self, batches: Sequence[Batch]) -> Pass | None:
         """Return the pass of another loss of the same forward passes of the root, if any."""
         batch = batches[0]
-        if batch.declared or (batch.root.size is None and not batch.root.is_empty):
+        root = batch.forward.root
+        if batch.declared or (root.size is None and not root.is_empty):
             return None  # perhaps of several forward passes
         for backward in self.by_number.values():
             if backward.batches == batches:
@@ -351,11 +365,15 @@ class Passes:
         return None
 
     def _begin(
-        self, sizes: tuple[int, int], terms: int | None, batch: Batch, batches: Sequence[Batch]
+        self,
+        sizes: tuple[int, int],
+        terms: int | None,
+        batch: Batch,
+        root: Sight,
+        batches: Sequence[Batch],
     ) -> Pass:
         """Return a new pass, given its first call."""
-        setting, root = self.samples, batch.root
-        by_token = root.by_token
+        setting, by_token = self.samples, root.by_token
         if setting is not None:
             by_token = setting == "positions"
         call_samples, call_rows = sizes
@@ -370,10 +388,11 @@ class Passes:
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
         size = root.size or call_samples
-        if call_samples == 1 and call_rows != size:
+        lacks_batch = call_samples == 1 and size not in (1, call_rows)
+        if lacks_batch:
             size = 1
         if terms is not None:
-            return Pass(terms, size, is_declared=True, batches=list(batches))
+            return Pass(terms, size, lacks_batch, is_declared=True, batches=list(batches))
         distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
@@ -381,7 +400,7 @@ class Passes:
                 samples = _added_up(distinct, "batch", samples)
         else:
             samples = _added_up(distinct, setting, call_terms)
-        return Pass(samples, size, certain=certain, batches=list(batches))
+        return Pass(samples, size, lacks_batch, certain=certain, batches=list(batches))
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         """Return the number of a callable ``samples``, or another one after an error."""
@@ -443,7 +462,7 @@ class Passes:
         return None
 
     def _question(self, backward: Pass) -> str | None:
-        samples, sizes = backward.samples, [batch.root.size for batch in backward.batches]
+        samples, sizes = backward.samples, [b.forward.root.size for b in backward.batches]
         if not backward.certain:
             several = " and ".join(map(str, sizes))
             return (
@@ -451,7 +470,7 @@ class Passes:
                 f"samples), whose loss is taken for a mean over {samples} terms"
             )
         for batch in backward.batches:
-            question = self._question_of(batch.root, samples)
+            question = self._question_of(batch.forward.root, samples)
             if question is not None:
                 return question
         if samples != 1:
@@ -486,7 +505,7 @@ def _added_up(batches: Iterable[Batch], setting: Samples, otherwise: int) -> int
     """Return the terms that the roots of forward passes show, or another number if one has none."""
     total = 0
     for batch in batches:
-        root = batch.root
+        root = batch.forward.root
         terms = root.terms or root.size
         if setting == "batch":
             terms = root.size
@@ -503,7 +522,8 @@ def _of_other_samples(batches: Sequence[Batch]) -> tuple[list[Batch], bool]:
     distinct: list[Batch] = []
     certain = True
     for number, batch in enumerate(batches):
-        related = [batch.root.has_samples_of(earlier.root) for earlier in batches[:number]]
+        root = batch.forward.root
+        related = [root.has_samples_of(earlier.forward.root) for earlier in batches[:number]]
         if True not in related:
             distinct.append(batch)
             if None in related:

@@ -70,7 +70,7 @@ class Fisher:
         if self.probed:
             assert self.loss is not None
             try:
-                words = capture.calls.batch.root.words
+                words = capture.calls.batch.forward.root.words
                 if isinstance(self.loss, CrossEntropy) and _has_words_last(heads[0], words):
                     raise ValueError(
                         f"loss 'cross-entropy' has classes in dimension 1, and outputs "

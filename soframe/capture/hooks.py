@@ -36,9 +36,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
-from soframe.capture.counting import Batch
+from soframe.capture.counting import Batch, Forward
 from soframe.capture.parameters import require_apart, sample_gradients
-from soframe.capture.root import Layers, look, look_at_outputs
+from soframe.capture.root import Layers, Sight, look, look_at_outputs
 from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.comm.agreement import gather_json
 from soframe.comm.base import Backend
@@ -68,6 +68,7 @@ class LayerCall(NamedTuple):
     # The probe that brought the gradient; None for the loss's own backward pass.
     probe: Probe | None
     batch: Batch  # the declaration of the forward pass (`Preconditioner.count`)
+    root: Sight  # the inputs and outputs of the root in this forward pass
     # The number of another backward pass of the window through the same call, or None.
     earlier: int | None
     # Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its values, the rows
@@ -226,7 +227,7 @@ class Calls:
         taken, waiting = list[Batch](), list[Batch]()
         for other in self.waiting:
             if other is batch or other.is_under_way:
-                if not other.root.is_empty:
+                if not other.forward.root.is_empty:
                     taken.append(other)
             elif other.lives:
                 waiting.append(other)
@@ -477,7 +478,7 @@ class Capture:
         assert self.model is not None
         require_apart(self.model)
         helper_of = self._helpers_of_present_parameters()
-        root = self.calls.batch.root
+        root = self.calls.batch.forward.root
         self._sampling = True
         try:
             of_parameters = sample_gradients(
@@ -521,10 +522,11 @@ class Capture:
     ) -> None:
         """Pass on the rows of single parameters, as calls of layers without inputs."""
         batch, sink = self.calls.batch, self.sink
+        root = batch.forward.root
         assert sink is not None
         with torch.no_grad(), within(self.precision):
             for helper, of_samples in rows.items():
-                sink(LayerCall(helper, (), of_samples, number, probe, batch, None))
+                sink(LayerCall(helper, (), of_samples, number, probe, batch, root, None))
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -545,8 +547,8 @@ class Capture:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # no training, or a checkpoint that recomputes
         if output is not ...:  # after the call
-            batch = self.calls.batch
-            batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
+            forward, terms = self.calls.batch.forward, self.calls.batch.terms
+            forward.see(look_at_outputs(forward.root, args, kwargs, output, layers, terms))
             return
         if not self.alone:
             if (error := alone_in_join()) is not None:
@@ -559,12 +561,13 @@ class Capture:
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
-        calls.batch.see(look(args, kwargs))
+        calls.batch.begin(look(args, kwargs))
 
     def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See the layout of a layer's first input, ``[T, N, features]``."""
-        batch, first = self.calls.batch, next(itertools.chain(args, kwargs.values()), None)
-        batch.see(batch.root.with_sequences(first))
+        forward = self.calls.batch.forward
+        first = next(itertools.chain(args, kwargs.values()), None)
+        forward.see(forward.root.with_sequences(first))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -610,7 +613,7 @@ class Capture:
         are_plain = set(map(type, trained)) == {nn.Parameter}
         if not are_plain and self._has_rows_of_a_part(helper, trained, (output, *inputs)):
             return
-        size = self.calls.batch.root.size
+        size = self.calls.batch.forward.root.size
         if self.probing and size is not None and not output.is_nested:
             # [groups, batch, shared, out]
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
@@ -721,6 +724,8 @@ class Capture:
         saved: tuple[SavedTensor, ...] = ()
         if helper in self._reading:
             saved = tuple([_make_saved_tensor(x, is_output=False) for x in inputs])
+        # Within a backward pass a checkpoint recomputes for it.
+        batch = self.calls.first_batch or self.calls.batch
         return _Pending(
             weakref.ref(self),
             helper,
@@ -728,8 +733,8 @@ class Capture:
             trained,
             _accumulator(trained[0]),
             self.without_inputs,
-            # Within a backward pass a checkpoint recomputes for it.
-            self.calls.first_batch or self.calls.batch,
+            batch,
+            batch.forward,
             output_index,
             view,
         )
@@ -773,8 +778,9 @@ class Capture:
                 gradient = _values(gradient)
                 if call.view is not None:
                     gradient = call.view(gradient)
+                root, probe = call.forward.root, self._probe
                 complete = LayerCall(
-                    helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
+                    helper, inputs, gradient, number, probe, batch, root, earlier, is_ragged
                 )
                 assert self.sink is not None
                 with sharding.shaped(helper.module._parameters.values()):
@@ -803,6 +809,7 @@ class _Pending:
     accumulator: Any  # the node that adds to the gradient of the first
     without_inputs: frozenset[LayerHelper]  # as it was then
     batch: Batch
+    forward: Forward  # of the root, in which the call was
     output_index: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
     passed: tuple[Calls | None, int | None] = (None, None)  # window and number of the last pass
@@ -849,7 +856,7 @@ class _Pending:
         if self.batch.call is not None:
             return  # one call is enough
         # The call's own node has this hook: a reference to it would be a cycle.
-        candidates = [tensor.grad_fn for tensor in inputs if not self.batch.root.has(tensor)]
+        candidates = [tensor.grad_fn for tensor in inputs if not self.forward.root.has(tensor)]
         names = {_TRANSPOSITION, _PRODUCT.get(node.name())}
         for following, _ in node.next_functions:
             if following is not None and following.name() in names:

@@ -195,7 +195,7 @@ class Accumulator:
         helper, probe = call.helper, call.probe
         _, batch, shared, _ = rows.shape
         has_data = _sizes(data, batch, shared)[1] > 0
-        users, size = 1, backward.size_of(call.batch)
+        users, size = 1, backward.size_of(call.root)
         if self._lacks_batch(block, helper, batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
@@ -582,7 +582,7 @@ def _by_sample(block: Block, call: LayerCall, *, is_routed: bool) -> LayerCall:
 
 def batch_first(call: LayerCall) -> LayerCall:
     """Return a call ``[T, N, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
-    size, gradient = call.batch.root.size, call.gradient
+    size, gradient = call.root.size, call.gradient
     if not _has_free_rows(call) or gradient.dim() < 3:
         return call
     positions, second = gradient.shape[:2]
@@ -596,7 +596,7 @@ def batch_first(call: LayerCall) -> LayerCall:
 
 def _unflattened(call: LayerCall) -> LayerCall:
     """Return a call ``[N T, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
-    size, rows = call.batch.root.size, len(call.gradient)
+    size, rows = call.root.size, len(call.gradient)
     if size is None or not _has_free_rows(call) or call.helper.counts_inputs:
         return call
     lengths = {len(x) for x in call.inputs}

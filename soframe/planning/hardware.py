@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from soframe.state import disk
+
 PROFILES = Path(__file__).with_name("profiles")
 
 Points = tuple[tuple[float, float], ...]
@@ -221,7 +223,8 @@ class Hardware:
         plain = dataclasses.asdict(self)
         for collective in plain["collectives"]:
             collective.update(collective.pop("seconds"))
-        path.write_text(json.dumps(plain, indent=1) + "\n")
+        text = json.dumps(plain, indent=1) + "\n"
+        disk.replace(path, lambda file: file.write(text.encode()))
 
     @classmethod
     def load(cls, name: str | Path) -> Hardware:

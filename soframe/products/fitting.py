@@ -70,6 +70,8 @@ class Fit:
         self._fisher, self._statistics, self._solves = fisher, statistics, solves
         self._samples = samples
         self.is_of_data = False  # whether the factors were fitted to data
+        # The number of all outputs that a probed loss had, on all ranks; zero if unknown.
+        self.outputs = 0.0
         self._rest()
 
     def run(
@@ -100,6 +102,7 @@ class Fit:
         if saved is not None:
             self.progress.gathering = saved["gathering"]
             self.progress.weights = saved["weights"]
+            self.outputs = saved.get("outputs", 0.0)  # states of earlier versions lack it
             if any(saved["batches"]):  # else it is of any number of ranks
                 self.progress.batches = saved["batches"]
 
@@ -151,6 +154,8 @@ class Fit:
     ) -> None:
         """Take the statistics of the batches that come after the ones which were counted."""
         batches, unfinished = self._uncounted(loader), True
+        if not any(self.progress.batches):
+            self.outputs = 0.0
         while unfinished:
             unfinished = self._window(batches, loss, every)
             reduced()
@@ -179,20 +184,22 @@ class Fit:
         """Take the statistics of some batches; return whether a rank has more."""
         progress, backend, error = self.progress, self._placed.backend, None
         numbers: list[float] = [0.0] * backend.world_size  # of batches in this window, by rank
+        outputs = 0.0
         gathered: dict[Block, frozenset[str]] = {}
         for block in self._placed.blocks:
             if block.name in progress.gathering:
                 gathered[block] = frozenset(progress.gathering[block.name])
         self._statistics.begin(gathered, 0)
         try:
-            numbers[backend.rank] = self._run(batches, loss, every)
+            numbers[backend.rank], outputs = self._run(batches, loss, every)
         except Exception as raised:  # of any kind: all ranks raise together
             error = raised
-        failed = [float(error is not None)]
-        sums = add_over_ranks(backend, failed + numbers + self._statistics.weights())
+        first = [float(error is not None), outputs]
+        sums = add_over_ranks(backend, first + numbers + self._statistics.weights())
         require_no_failure(backend, error, sums[0])
-        end = 1 + len(numbers)
-        numbers, weights = sums[1:end], sums[end:]
+        self.outputs += sums[1]
+        end = 2 + len(numbers)
+        numbers, weights = sums[2:end], sums[end:]
         if progress.weights:
             weights = [new + old for new, old in zip(weights, progress.weights, strict=True)]
         with torch.no_grad():
@@ -203,14 +210,18 @@ class Fit:
         self.progress = replace(progress, batches=counted, weights=weights)
         return every in numbers
 
-    def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> int:
-        """Run forward and backward passes of at most so many batches; return their number."""
+    def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> tuple[int, float]:
+        """Run both passes of at most so many batches; return their number, and of outputs."""
         losses: list[Tensor] = []
+        number_of_outputs = 0.0
         first = self.progress.batches[self._placed.rank]
         for batch in together(self._model, self._placed.backend, islice(batches, every)):
             outputs, value = call_loss(loss, self._model, batch, probed=self._fisher.probed)
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
-            if not self._fisher.probed:
+            if self._fisher.probed:
+                if not self._capture.counts:  # else some may be left out
+                    number_of_outputs += sum(head.numel() for head in heads_of(outputs))
+            else:
                 with self._capture.with_parameters(outputs, value):
                     value.backward()
             losses.append(value.detach().reshape(()))
@@ -231,7 +242,7 @@ class Fit:
                 f"the statistics of batches {first} to {first + len(losses) - 1} are not finite, "
                 f"though their losses are: compute in float32 or bfloat16, or scale the loss"
             )
-        return len(losses)
+        return len(losses), number_of_outputs
 
     def _require_statistics(self, gathering: Gathering) -> None:
         """Raise unless all factors of a pass have statistics now."""

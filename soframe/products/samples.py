@@ -416,7 +416,7 @@ class _Collected:
         left, right = self._sides(call)
         self.calls[helper].append(_Call(left, right))
         self._forward_passes.add(call.batch)
-        size = call.batch.root.size or samples_in(self._heads)
+        size = call.root.size or samples_in(self._heads)
         if size == 0 and not helper.routes:
             size = left.shape[1]
         if self.samples == 0:

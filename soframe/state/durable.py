@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from soframe.checks.values import require_integer
 from soframe.checks.warning import warn
 from soframe.comm.base import Backend
-from soframe.state import checksums
+from soframe.state import checksums, disk
 from soframe.state.plain_metadata import within
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ def save_on(
         if sharded:
             _write_shards(unfinished, entries, ranks)
         elif ranks.rank == 0:
-            _write(unfinished / STATE, lambda file: torch.save(entries, file))
+            disk.write(unfinished / STATE, lambda file: torch.save(entries, file))
             if unknown := get_unsafe_globals_in_checkpoint(unfinished / STATE):
                 raise TypeError(
                     f"the state has {', '.join(sorted(unknown))}, which read() would not load: "
@@ -123,12 +123,12 @@ def save_on(
             files |= of_rank
         plain = {"format": FORMAT, "version": VERSION, "sharded": sharded, "files": files}
         manifest = json.dumps(checksums.seal(plain), indent=1)
-        _write(unfinished / MANIFEST, lambda file: file.write(manifest.encode()))
-        _sync(unfinished)
+        disk.write(unfinished / MANIFEST, lambda file: file.write(manifest.encode()))
+        disk.sync(unfinished)
         # A rename is atomic: readers find a complete checkpoint or none.
         unfinished.rename(final)
         # The new name must reach the disk, too.
-        _sync(root)
+        disk.sync(root)
 
     try:
         ranks.all(failure, write)
@@ -283,24 +283,6 @@ def _write_shards(folder: Path, entries: dict[str, Any], ranks: Ranks) -> None:
             process_group=ranks.group,
             no_dist=ranks.size == 1,
         )
-
-
-def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Write the directory entries of a folder to the disk."""
-    if os.name == "nt":
-        return  # Windows has no handles of folders
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(path: Path) -> list[int]:

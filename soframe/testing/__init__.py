@@ -2,6 +2,7 @@
 
 from soframe.testing.backends import check_backend, compare_weights
 from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
+from soframe.testing.clips import check_clip
 from soframe.testing.compare import compare, dense_preconditioned
 from soframe.testing.damping import check_damping
 from soframe.testing.dense import dense_fisher, sample_gradients
@@ -28,6 +29,7 @@ __all__ = [
     "Oracle",
     "block_errors",
     "check_backend",
+    "check_clip",
     "check_damping",
     "check_layer_helper",
     "check_loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,23 @@ def test_both_sides_and_diagonals_are_in_the_file(tmp_path: Path) -> None:
     trace = float(loaded.tensors["3.A"].sum() * loaded.tensors["3.G"][0].trace())
     assert trace == pytest.approx(curvature.trace("3"), rel=1e-12)
     assert loaded.layers["0"]["G"]["number"] == [8.0 * 3]
+
+
+@pytest.mark.parametrize("name", ["factors.pt", "factors.safetensors"])
+def test_a_save_that_fails_leaves_the_former_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = batches()
+    path = soframe.factors.save(soframe.Curvature(network()).fit([first], loss), tmp_path / name)
+    before, fitted = path.read_bytes(), soframe.Curvature(network()).fit([second], loss)
+
+    def fail(handle: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        soframe.factors.save(fitted, path)
+    assert path.read_bytes() == before
 
 
 def test_errors_have_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.polynomial.hermite import hermgauss
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
@@ -119,22 +121,29 @@ def test_samples_have_the_dense_covariance(name: str) -> None:
 
 
 class Problem:
-    """A perceptron with a type-2 Fisher, and its dense curvature."""
+    """A perceptron with a type-2 Fisher, and its dense curvature.
 
-    def __init__(self, seed: int, hidden: int, outputs: int, precision: float = 1.0) -> None:
+    Args:
+        seed: The seed of weights and data.
+        hidden: The width.
+        outputs: The number of outputs.
+        precision: Of the squared errors, half of whose sum is the loss; None for their mean.
+    """
+
+    def __init__(self, seed: int, hidden: int, outputs: int, precision: float | None = 1.0) -> None:
         self.model = fill(
             nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed
         )
         self.inputs, self.targets = randn(9, 2, seed=seed + 1), randn(9, outputs, seed=seed + 2)
-        statistics = soframe.Statistics(
-            fisher="type-2", loss=soframe.losses.SquaredError(precision)
-        )
+        chosen: Any = "mse" if precision is None else soframe.losses.SquaredError(precision)
+        precision = precision or 2 / outputs
+        self.statistics = soframe.Statistics(fisher="type-2", loss=chosen)
 
         def squares(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             found = model(batch[0])
             return found, precision / 2 * (found - batch[1]).square().sum(1).mean()
 
-        self.curvature = soframe.Curvature(self.model, statistics=statistics)
+        self.curvature = soframe.Curvature(self.model, statistics=self.statistics)
         batches = zip(self.inputs.split(4), self.targets.split(4), strict=True)
         self.curvature.fit(list(batches), squares)
         self.precision = precision
@@ -177,7 +186,7 @@ problems = st.builds(
     st.integers(0, 1000),
     st.integers(1, 3),
     st.integers(1, 2),
-    st.sampled_from([0.25, 1.0, 5.0]),
+    st.sampled_from([0.25, 1.0, 5.0, None]),
 )
 
 
@@ -223,6 +232,38 @@ def test_the_best_noise_is_better_than_all_others(problem: Problem) -> None:
             assert problem.evidence(prior * other, noise * factor) <= best + 1e-6
     again = Laplace(problem.curvature, 3.0, 0.2).optimised(residuals)
     assert again.noise == pytest.approx(noise, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+@pytest.mark.parametrize("loss", ["squared-error", "mse"])
+def test_residuals_are_of_all_outputs(loss: str, method: str, tmp_path: Path) -> None:
+    """Also of a curvature that was loaded, and of one that took two passes over the data."""
+    data, model = batches(6, 3), network()
+    statistics = soframe.Statistics(fisher="type-2", loss=loss)
+    curvature = soframe.Curvature(model, method, statistics=statistics)
+    curvature.fit(data, cross_entropy, folder=tmp_path)
+    loaded = soframe.Curvature(model, method, statistics=statistics).load(tmp_path)
+    residuals = randn(9, 3)
+    for fitted in (curvature, loaded):
+        assert Laplace(fitted).optimised(residuals).noise
+        with pytest.raises(ValueError, match=r"9 residuals are not.*3 outputs each"):
+            Laplace(fitted).optimised(residuals[:, 0])
+
+
+def test_some_residuals_are_of_as_many_outputs_as_they_may_be() -> None:
+    """Where `count()` may have left out outputs."""
+    data = batches(6)
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    curvature = soframe.Curvature(network(), statistics=statistics)
+
+    def counted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        curvature.count(6)
+        return cross_entropy(model, batch)
+
+    curvature.fit(data, counted)
+    assert Laplace(curvature).optimised(torch.ones(6, 2)).noise
+    with pytest.raises(ValueError, match="9 residuals are not of the 6 samples of the fit: "):
+        Laplace(curvature).optimised(torch.ones(3, 3))
 
 
 def test_the_best_prior_of_a_classification_is_better_than_all_others() -> None:
@@ -296,6 +337,31 @@ def test_a_single_output_is_a_binary_logit(shape: tuple[int, ...]) -> None:
     drawn = predictive.probabilities(20000, torch.Generator().manual_seed(0))
     noise = randn(20000, seed=3).view(-1, *(1 for _ in shape)) * 2**0.5
     torch.testing.assert_close(drawn, (mean + noise).sigmoid().mean(0), rtol=0, atol=0.02)
+
+
+def test_labels_of_a_binary_cross_entropy_are_binary() -> None:
+    """Each has a probability of its own, the mean of the sigmoid over its Gaussian."""
+    statistics = soframe.Statistics(fisher="type-2", loss="binary-cross-entropy")
+    data = batches(6)
+    laplace = Laplace(soframe.Curvature(network(), statistics=statistics).fit(data, cross_entropy))
+    predictive = laplace.predictive(data[0][0])
+    deviations = predictive.variance.sqrt()
+    # Hermite's nodes integrate over one output after the other.
+    nodes, weights = (torch.from_numpy(array) for array in hermgauss(60))
+    logits = predictive.mean.unsqueeze(2) + 2**0.5 * deviations.unsqueeze(2) * nodes
+    exact = (logits.sigmoid() * weights).sum(2) / math.pi**0.5
+    torch.testing.assert_close(predictive.probabilities(), exact, rtol=0, atol=0.02)
+    drawn = predictive.probabilities(20000, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn, exact, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("precision", [1.0, None], ids=["squared-error", "mse"])
+def test_outputs_that_are_no_logits_have_no_probabilities(precision: float | None) -> None:
+    predictive = Laplace(Problem(0, 2, 2, precision).curvature).predictive(randn(3, 2))
+    with pytest.raises(ValueError, match=r"of logits.*take mean and variance.*Predictive\("):
+        predictive.probabilities()
+    logits = Predictive(predictive.mean, predictive.covariance)
+    assert logits.probabilities().sum(1).allclose(torch.ones(3).double())
 
 
 def test_sampled_outputs_are_of_sampled_weights() -> None:
@@ -450,6 +516,22 @@ def on_rank(rank: int, ranks: int, strategy: str) -> Any:
     curvature = soframe.Curvature(model, strategy=strategy)
     curvature.fit(data[::2] if rank == 0 else data[1:2], cross_entropy)
     return results(Laplace(curvature, 2.0), data[0][0])
+
+
+def regress(rank: int, ranks: int) -> list[float]:
+    """Choose prior and noise for a mean of squares; of two ranks one has more samples."""
+    data = batches(5, 4, 6)
+    statistics = soframe.Statistics(fisher="type-2", loss="mse")
+    curvature = soframe.Curvature(network(), statistics=statistics)
+    curvature.fit(data[rank::ranks], cross_entropy)
+    laplace = Laplace(curvature).optimised(randn(15, 3))
+    return [laplace.prior_precision, laplace.noise or 0.0, laplace.effective_parameters]
+
+
+def test_two_ranks_regress_as_one_process() -> None:
+    expected = regress(0, 1)
+    for result in run_ranks(regress, 2):
+        assert result == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])

@@ -17,17 +17,6 @@ from tests.curvature import randn
 from tests.products.kinds import KINDS, Batch, Kind, loss, rows_of
 from tests.products.table import COLUMNS, errors, taken
 
-
-@pytest.mark.parametrize("name", KINDS)
-def test_operations_are_dense_products(name: str) -> None:
-    kind = KINDS[name]()
-    data = kind.data()
-    curvature = soframe.Curvature(kind.model, layers=kind.layers).fit(data, loss)
-    found = errors(curvature, kind, data)
-    assert set(found) == set(COLUMNS)
-    assert max(found.values()) < 1e-12, found
-
-
 # -- other methods ---------------------------------------------------------------------------------
 
 CALLED_OFTEN = {"LSTMCell", "GRUCell", "RNNCell", "a layer called twice"}
@@ -124,7 +113,7 @@ QUICK = {("ekfac", "Conv2d, grouped"), ("diagonal", "MultiheadAttention"), ("foo
 
 
 def cases() -> list[Any]:
-    found = []
+    found = [pytest.param("kfac", name) for name in KINDS]
     for method, (_, without) in METHODS.items():
         for name in KINDS:
             marks = () if (method, name) in QUICK else pytest.mark.thorough
@@ -141,14 +130,16 @@ def test_other_methods_have_no_block_for_a_tied_table(method: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "name"), cases())
-def test_operations_of_other_methods_are_dense_products(method: str, name: str) -> None:
+def test_operations_are_dense_products(method: str, name: str) -> None:
     kind = KINDS[name]()
     data = kind.data()
     curvature = soframe.Curvature(kind.model, method, layers=kind.layers).fit(data, loss)
-    dense = METHODS[method][0](name, kind, data)
+    dense, most = None, 1e-12
+    if method in METHODS:
+        dense, most = METHODS[method][0](name, kind, data), 1e-9
     found = errors(curvature, kind, data, dense)
     assert set(found) == set(COLUMNS)
-    assert max(found.values()) < 1e-9, found
+    assert max(found.values()) < most, found
 
 
 # -- kinds and helpers -----------------------------------------------------------------------------

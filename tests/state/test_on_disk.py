@@ -112,7 +112,7 @@ def test_the_error_of_a_save_is_not_that_of_its_removal(
         shutil.rmtree(path.parent)
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(durable, "_write", write)
+    monkeypatch.setattr(durable.disk, "write", write)
     with pytest.raises(RuntimeError, match=r"000001 was not saved.* the disk is gone"):
         checkpoint.save(tmp_path, STATE)
     assert checkpoint.latest(tmp_path) is None
