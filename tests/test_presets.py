@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.methods import SOAP, Chain, MatchRMS, Momentum, Muon, NormaliseRows, Orthogonalise
+from soframe.methods.soap import independent_rms
 from tests import kit
 from tests.curvature import closing, fill, randn
 
@@ -74,7 +75,8 @@ def test_the_auxiliary_rate_is_a_multiple(method: Any, ratio: float) -> None:
 
 def test_the_optimizer_is_the_one_that_was_raced() -> None:
     soap = SOAP(betas=(0.0, 0.95), skip_first=False, max_ratio=2.0)
-    expected = (Momentum(0.85, True), soap, Orthogonalise(3), NormaliseRows(), MatchRMS())
+    orthogonalise = Orthogonalise(3, full_rms=independent_rms(0.85))
+    expected = (Momentum(0.85, True), soap, orthogonalise, NormaliseRows(), MatchRMS())
     with closing(soframe.Optimizer(net(), lr=0.04)) as own:
         assert [b.method.stages for b in own.preconditioner.blocks if not b.auxiliary] == 2 * [
             expected

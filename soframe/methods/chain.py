@@ -86,7 +86,7 @@ class Chain(Composed):
             settings |= self._option_names.of_outer(number, stage.settings())
         return settings
 
-    def with_settings(self, settings: Mapping[str, Any]) -> Method:
+    def with_settings(self, settings: Mapping[str, Any]) -> Chain:
         stages: list[Method] = []
         for number, stage in enumerate(self.stages):
             of_stage = self._option_names.of_inner(number, settings)

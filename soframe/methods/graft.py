@@ -60,10 +60,11 @@ class Graft(Composed):
 
 def at_length(matrix: Tensor, like: Tensor) -> Tensor:
     """Scale ``[groups, out, in]`` to the Frobenius norms of another tensor, group by group."""
-    lengths = _lengths(matrix)
-    return matrix * (_lengths(like) / lengths.where(lengths > 0, 1.0))
+    lengths = norms(matrix)
+    return matrix * (norms(like) / lengths.where(lengths > 0, 1.0))
 
 
-def _lengths(matrix: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    return lengths
+def norms(matrix: Tensor) -> Tensor:
+    """Return the Frobenius norm of each ``[out, in]``, as ``[groups, 1, 1]``."""
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return norms

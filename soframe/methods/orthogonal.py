@@ -27,13 +27,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe.checks.values import require_integer
+from soframe.checks.values import require_integer, require_numbers
 from soframe.kernels import devices
 from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method, WithoutFactors
 from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
+from soframe.methods.graft import norms
 from soframe.methods.kfac import KFAC
 from soframe.methods.momentum import Momentum
 from soframe.registry import register
@@ -77,10 +78,19 @@ def coefficients(kind: Coefficients, steps: int) -> list[tuple[float, float, flo
 
 
 def nearest_orthogonal(
-    matrix: Tensor, *, kind: Coefficients = "muon", steps: int = 5, dtype: torch.dtype | None = None
+    matrix: Tensor,
+    norm: Tensor | None = None,
+    *,
+    kind: Coefficients = "muon",
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz."""
-    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz.
+
+    ``norm`` is its Frobenius norm, if that is known.
+    """
+    if norm is None:
+        norm = norms(matrix)
     if kind == "polar-express":
         norm = norm * _SAFETY
     norm = norm + _TINY
@@ -169,6 +179,8 @@ class Orthogonalise(WithoutFactors):
         dtype: The name of the dtype of the products. None for bfloat16 on CUDA, and for float32 on
             processors with its instructions (AVX-512 BF16) where it is faster: for sides of 128 and
             more, the longer one less than 8 times the other. Elsewhere the dtype of the factors.
+        full_rms: The root mean square of an input from which its update has the full length; below,
+            updates are shorter in proportion. 0 for the full length throughout.
     """
 
     joint = False
@@ -176,6 +188,7 @@ class Orthogonalise(WithoutFactors):
     steps: int = 5
     coefficients: Coefficients = "muon"
     dtype: str | None = None
+    full_rms: float = 0.0
 
     def __post_init__(self) -> None:
         require_integer("Orthogonalise: steps", self.steps, 1)
@@ -186,15 +199,22 @@ class Orthogonalise(WithoutFactors):
             )
         if self.dtype not in (None, "float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"Orthogonalise: dtype must name a float dtype, not {self.dtype!r}")
+        require_numbers("Orthogonalise", full_rms=self.full_rms)
+        if not 0 <= self.full_rms < math.inf:
+            raise ValueError(f"Orthogonalise: full_rms is at least 0, not {self.full_rms!r}")
 
     def direct(self, step: Given) -> Direction:
         matrix = step.incoming
         dtype = _fastest(matrix) if self.dtype is None else getattr(torch, self.dtype)
+        norm = norms(matrix)
         # The iteration on Gram matrices needs float32 in full.
         with within("full"):
             nearest = nearest_orthogonal(
-                matrix, kind=self.coefficients, steps=self.steps, dtype=dtype
+                matrix, norm, kind=self.coefficients, steps=self.steps, dtype=dtype
             )
+        if self.full_rms:
+            full = self.full_rms * math.sqrt(matrix.shape[-2] * matrix.shape[-1])
+            nearest = nearest * (norm / full).clamp(max=1)
         return Direction(nearest)
 
     def effort(self, shape: BlockShape) -> float:

@@ -16,7 +16,15 @@ The weight of a convolution is a tensor ``[out, channels, positions]``, each of 
 a factor (section 4 there): ``Q_R`` is then the Kronecker product of the bases of channels and of
 positions. In the basis columns are by position, then channel.
 
-*SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises.
+*SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises. An
+orthogonal matrix has one length however small X is. So the update is shortened where the root mean
+square of X over the root of v is below what independent gradients of one size would have: where
+gradients cancel, or are much smaller than before. With the momentum b that is::
+
+    sqrt((1 - b^2)^2 + b^4 (1 - b) / (1 + b))
+
+the norm of Nesterov's weights of the gradients, from the last one back: ``1 - b^2``, then
+``(1 - b) b^2``, ``(1 - b) b^3`` and so on.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -61,8 +69,7 @@ class SOAP(Method):
         eps: Added to the root in the denominator.
         shampoo_beta: The decay of the factors.
         skip_first: Whether the first gradient only initialises the basis and the update is zero, as
-            published. Otherwise the stage returns its first input unchanged: suitable if a later
-            stage sets the length, whereas for SOAP alone it is the raw gradient.
+            published. Otherwise the first update is the input at a root mean square of one.
         max_size: The longest side that has a factor; `Blocked` splits larger matrices.
         max_ratio: A side that is at least this many times as long as the other has no factor. Such
             a factor gains only the rank of the short side in each step, at the highest cost; 4
@@ -136,7 +143,7 @@ class SOAP(Method):
         if self.skip_first and step.updates == 0:
             return Direction(torch.zeros_like(step.incoming))
         if any(name not in step.data for name in names):
-            return Direction(step.incoming.clone())
+            return Direction(_normalised(step.incoming))
         first, second = self.betas
         new = into_basis(step.gradient, step.data)
         state = {"square": second_moment(step.state["square"], new, second)}
@@ -147,7 +154,7 @@ class SOAP(Method):
         root = state["square"].sqrt().add_(self.eps)
         matrix = _out_of(torch.div(mean, root, out=root), step.data)
         if self.normalise:
-            matrix = matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
+            matrix = _normalised(matrix)
         if self.correct_bias:
             # The first update has no basis, or is skipped.
             count = max(1, step.updates + (not (names or self.skip_first)))
@@ -232,7 +239,7 @@ class SOAPMuon(Chain):
             carry=carry,
         )
         stages: list[Method] = [Momentum(momentum, nesterov=True), soap]
-        stages.append(Orthogonalise(steps, coefficients, dtype))
+        stages.append(Orthogonalise(steps, coefficients, dtype, independent_rms(momentum)))
         stages += self._between()
         stages.append(MatchRMS(scale))
         super().__init__(tuple(stages))
@@ -240,6 +247,14 @@ class SOAPMuon(Chain):
     def _between(self) -> tuple[Method, ...]:
         """Return the stages between `Orthogonalise` and `MatchRMS`."""
         return ()
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Chain:
+        new = super().with_settings(settings)
+        momentum = new.stages[0]
+        if new is not self and isinstance(momentum, Momentum):
+            stages = tuple(_at_momentum(stage, momentum.beta) for stage in new.stages)
+            object.__setattr__(new, "stages", stages)
+        return new
 
 
 @register("method", "soap-normuon")
@@ -249,6 +264,18 @@ class SOAPNorMuon(SOAPMuon):
 
     def _between(self) -> tuple[Method, ...]:
         return (NormaliseRows(),)
+
+
+def independent_rms(momentum: float) -> float:
+    """Return the root mean square of the Nesterov momentum of independent gradients of size one."""
+    last, before = 1 - momentum**2, momentum**4 * (1 - momentum) / (1 + momentum)
+    return math.sqrt(last**2 + before)
+
+
+def _at_momentum(stage: Method, momentum: float) -> Method:
+    if isinstance(stage, Orthogonalise):
+        return replace(stage, full_rms=independent_rms(momentum))
+    return stage
 
 
 def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
@@ -271,6 +298,11 @@ def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
         basis = data["P"]["vectors"]
         matrix = _times(swapped(matrix, matrix.shape[-1] // basis.shape[-1]), basis.mT)
     return matrix
+
+
+def _normalised(matrix: Tensor) -> Tensor:
+    """Divide ``[groups, out, in]`` by the root mean square of each group."""
+    return matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
 
 
 def _times(matrix: Tensor, right: Tensor) -> Tensor:

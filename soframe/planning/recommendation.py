@@ -135,8 +135,8 @@ ADVICE = (
         "recurrent",
         "optimizer = soframe.Optimizer(model, lr=0.04{more})",
         (0.02, 0.06),
-        "on a GRU over the rows of digits it ends at 0.074 and 0.093 at this rate, under two "
-        "schedules, where the best of AdamW's nine runs is at 0.132",
+        "on a GRU over the rows of digits it ends at 0.086 to 0.105 at this rate, under three "
+        "schedules (means of three seeds), where the best of AdamW's nine is at 0.124",
         "docs/benchmarks/ordinary.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
@@ -149,7 +149,7 @@ ADVICE = (
         (0.012, 0.04),
         "on eight ordinary problems (classes, images, autoencoders, ratings), three seeds of each, "
         "this one rate is ahead of the best of SGD's three on all, and reaches its loss after "
-        "0.22 of its steps in the median",
+        "0.26 of its steps in the median",
         "docs/benchmarks/ordinary.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",

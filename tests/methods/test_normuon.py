@@ -30,6 +30,7 @@ from soframe.methods import (
     SOAPNorMuon,
 )
 from soframe.methods.base import Given
+from soframe.methods.soap import independent_rms
 from soframe.solvers import Eigen
 from soframe.testing import compare
 from tests.curvature import closing, randn
@@ -104,7 +105,7 @@ def test_zero_rows_stay_zero() -> None:
             (
                 MOMENTUM,
                 SOAP(betas=(0.0, 0.95), skip_first=False, max_ratio=4.0),
-                Orthogonalise(),
+                Orthogonalise(full_rms=independent_rms(0.95)),
                 NormaliseRows(),
                 MatchRMS(),
             ),

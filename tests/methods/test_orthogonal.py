@@ -1,6 +1,7 @@
 """Momentum and Muon, against their definitions in float64."""
 
 import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -306,6 +307,11 @@ def test_settings_are_checked() -> None:
         Orthogonalise(coefficients="cubic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype"):
         Orthogonalise(dtype="int8")
+    for rms in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="full_rms is at least 0"):
+            Orthogonalise(full_rms=rms)
+    with pytest.raises(ValueError, match="full_rms must be a number"):
+        Orthogonalise(full_rms="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scale"):
         MatchRMS("long")  # type: ignore[arg-type]
     assert Muon().stages == (Momentum(0.95, True), Orthogonalise(), MatchRMS())
