@@ -13,7 +13,7 @@ threads, and forks a rank in milliseconds. It lives as long as the test process.
 
 A process serves as a rank of one run after another, each with a process group of its own: most of
 what a short run costs is what torch sets up at its first use in a process. One that failed, or that
-left settings or attributes of modules changed (`_traces`), serves no other run.
+left settings or attributes of modules changed (`_changed`), serves no other run.
 
 A rank finds the function by the name of its module, so tests are a package (``tests/__init__.py``)
 whose root is on ``sys.path``; ranks inherit that path. They do not inherit later changes to
@@ -347,14 +347,15 @@ def _context() -> ForkServerContext:
 
 
 def _main(connection: Connection) -> None:
-    before: _Traces | None = None
+    before: dict[str, Any] | None = None
     meshes: list[object] = []
     # Until the parent closes its end. The group stays until every rank of a run has reported.
     while (told := _receive(connection)) is not None:
         task: _Task = pickle.loads(told)
         if before is None:
             _use_loopback()
-            before, meshes = _traces(), _note_meshes()
+            traces()  # if another fork server started this process
+            before, meshes = _settings(), _note_meshes()
         else:
             _leave_group()
         with (Path(task.folder) / f"stack-{task.rank}").open("w") as stack_file:
@@ -408,15 +409,13 @@ def _note_meshes() -> list[object]:
 
 @dataclass(frozen=True)
 class _Traces:
-    """What a run may leave changed, as it was.
+    """The modules that a run may leave changed, as they were.
 
     Attributes:
-        settings: Settings and threads, which are compared by value.
         spaces: Modules, their attributes and their classes' ones, which are compared by identity.
         sizes: The sizes of containers among these attributes, by space and name.
     """
 
-    settings: dict[str, Any]
     spaces: dict[str, _Space]
     sizes: dict[tuple[str, str], int]
 
@@ -430,6 +429,7 @@ class _Space:
 
 
 def _settings() -> dict[str, Any]:
+    """Settings and threads, which are compared by value."""
     import torch
 
     return {
@@ -444,7 +444,9 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _traces() -> _Traces:
+@functools.cache
+def traces() -> _Traces:
+    """Note the modules: once, by the fork server, before there are ranks (`frozen`)."""
     names = [name for name in sys.modules if name in _WATCHED or name.split(".")[0] == "soframe"]
     modules = {name: sys.modules[name] for name in names}
     spaces = {"sys.modules": _Space(sys.modules, modules)}
@@ -457,21 +459,25 @@ def _traces() -> _Traces:
                 spaces[f"{name}.{key}"] = _Space(vars(value), dict(vars(value)))
             elif issubclass(kind, (dict, list, set)) and not key.startswith("__"):
                 sizes[name, key] = len(value)
-    return _Traces(_settings(), spaces, sizes)
+    return _Traces(spaces, sizes)
 
 
-def _changed(traces: _Traces) -> list[str]:
-    """The names of what is other than before, or gone; imports add names."""
-    settings = _settings()
-    found = [name for name, value in traces.settings.items() if settings[name] != value]
-    for name, space in traces.spaces.items():
+def _changed(before: dict[str, Any]) -> list[str]:
+    """The names of what is other than before, or gone; imports add names.
+
+    Args:
+        before: The settings.
+    """
+    settings, modules = _settings(), traces()
+    found = [name for name, value in before.items() if settings[name] != value]
+    for name, space in modules.spaces.items():
         for key, value in space.before.items():
             other = space.now.get(key, _GONE)
             # torch marks what it hooks, at a first optimizer.
             if other is not value and not getattr(other, "hooked", False):
                 found.append(f"{name}.{key}")
-    for (name, key), size in traces.sizes.items():
-        if len(traces.spaces[name].before[key]) != size:
+    for (name, key), size in modules.sizes.items():
+        if len(modules.spaces[name].before[key]) != size:
             found.append(f"len({name}.{key})")
     return found
 
