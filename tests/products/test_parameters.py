@@ -327,6 +327,7 @@ def on_rank_again(rank: int, ranks: int, strategy: str, folder: str) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.covering(together=1)
 def test_ranks_are_one_process_and_others_load(ranks: int, strategy: str, tmp_path: Path) -> None:
     kind = kind_of("beside layers")
     alone = soframe.Curvature(kind.model, auxiliary="diagonal").fit(kind.data(), loss)
