@@ -756,7 +756,7 @@ def report(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
     yield table(f"Planned on {PLANNED_RANKS} ranks of {HARDWARE}", columns, lines)
 
 
-SHORT: Mapping[str, Any] = {"steps": 4, "batch_size": 4}
+SHORT: Mapping[str, Any] = {"steps": 4, "batch_size": 4, "solve_every": 2 * TURN}
 """Settings of `--short`."""
 
 

@@ -57,12 +57,12 @@ def sources() -> str:
     paths: set[Path] = set()
     for folder in packages:
         paths.update(path.resolve() for path in folder.rglob("*.py"))
-    installed = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+    installed = tuple(f"{Path(prefix)}{os.sep}" for prefix in (sys.base_prefix, sys.prefix))
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "").resolve()
-        is_library = any(path.is_relative_to(folder) for folder in installed)
-        if path.suffix == ".py" and path.is_file() and not is_library:
-            paths.add(path)
+        name = getattr(module, "__file__", None) or ""
+        is_library = name.startswith(installed)  # text alone: there are thousands of modules
+        if name.endswith(".py") and not is_library and Path(name).is_file():
+            paths.add(Path(name).resolve())
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(str(path).encode() + path.read_bytes())

@@ -12,11 +12,11 @@ def examples(number: int) -> int:
         number: The most worth trying at a time: the profile ``verdict`` tries this many.
 
     Returns:
-        A quarter of them; half under ``make test-all``, and a few under ``make test-fast``.
+        An eighth of them; half under ``make test-all``, and a few under ``make test-fast``.
     """
     profile = os.environ.get("HYPOTHESIS_PROFILE", "soframe")
     if profile == "verdict":
         return number
     if profile == "fast":
         return min(number, 3)
-    return max(min(number, FEWEST), number // (2 if profile == "thorough" else 4))
+    return max(min(number, FEWEST), number // (2 if profile == "thorough" else 8))

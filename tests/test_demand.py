@@ -219,6 +219,7 @@ def resumed(rank: int, ranks: int, strategy: str, at: int, states: Any) -> Tenso
         pytest.param(4, 2, 3, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.covering(together=1)
 def test_ranks_solve_together_and_others_go_on(
     strategy: str, first: int, then: int, at: int
 ) -> None:

@@ -46,7 +46,7 @@ def net() -> nn.Module:
 
 
 def weights_of(method: str | soframe.methods.Method, **settings: Any) -> Tensor:
-    """Train for six steps, and return the weights."""
+    """Train for four steps, of which two have statistics and solves, and return the weights."""
     model = net()
     optimizer = soframe.Optimizer(
         model, method=method, lr=0.05, statistics_every=2, solve_every=2, **grouped(settings)
@@ -61,7 +61,7 @@ def weights_of(method: str | soframe.methods.Method, **settings: Any) -> Tensor:
             optimizer.preconditioner.observe(outputs)
         return F.cross_entropy(outputs, y)
 
-    weights = kit.train(model, loss, range(6), optimizer)
+    weights = kit.train(model, loss, range(4), optimizer)
     optimizer.preconditioner.close()
     return weights
 

@@ -7,9 +7,11 @@ objects.
 import gc
 
 from soframe.registry import KINDS
+from tests.distributed import harness
 
 for registry in KINDS.values():
     registry.discover()  # else each rank reads the metadata of all packages
 
+harness.traces()  # of the modules as they are now
 gc.collect()
 gc.freeze()

@@ -13,7 +13,7 @@ threads, and forks a rank in milliseconds. It lives as long as the test process.
 
 A process serves as a rank of one run after another, each with a process group of its own: most of
 what a short run costs is what torch sets up at its first use in a process. One that failed, or that
-left settings or attributes of modules changed (`_traces`), serves no other run.
+left settings or attributes of modules changed (`_changed`), serves no other run.
 
 A rank finds the function by the name of its module, so tests are a package (``tests/__init__.py``)
 whose root is on ``sys.path``; ranks inherit that path. They do not inherit later changes to
@@ -38,7 +38,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -347,14 +347,15 @@ def _context() -> ForkServerContext:
 
 
 def _main(connection: Connection) -> None:
-    before: _Traces | None = None
+    before: dict[str, Any] | None = None
     meshes: list[object] = []
     # Until the parent closes its end. The group stays until every rank of a run has reported.
     while (told := _receive(connection)) is not None:
         task: _Task = pickle.loads(told)
         if before is None:
             _use_loopback()
-            before, meshes = _traces(), _note_meshes()
+            traces()  # if another fork server started this process
+            before, meshes = _settings(), _note_meshes()
         else:
             _leave_group()
         with (Path(task.folder) / f"stack-{task.rank}").open("w") as stack_file:
@@ -362,7 +363,7 @@ def _main(connection: Connection) -> None:
             faulthandler.dump_traceback_later(task.timeout + _ORPHAN, exit=True, file=stack_file)
             try:
                 result = _call(task)
-                clean = not meshes and not _changed(before, _traces())
+                clean = not meshes and not _changed(before)
                 report = pickle.dumps((result, clean))
             except BaseException as error:  # also SystemExit and pytest's outcomes
                 connection.send_bytes(pickle.dumps((_failure(task.rank, error), False)))
@@ -408,21 +409,30 @@ def _note_meshes() -> list[object]:
 
 @dataclass(frozen=True)
 class _Traces:
-    """What a run may leave changed, as it was.
+    """The modules that a run may leave changed, as they were.
 
     Attributes:
-        settings: Settings, threads and sizes of containers, which are compared by value.
-        spaces: The attributes of modules and of their classes, which are compared by identity.
+        spaces: Modules, their attributes and their classes' ones, which are compared by identity.
+        sizes: The sizes of containers among these attributes, by space and name.
     """
 
-    settings: dict[str, Any]
-    spaces: dict[str, dict[str, Any]]
+    spaces: dict[str, _Space]
+    sizes: dict[tuple[str, str], int]
 
 
-def _traces() -> _Traces:
+@dataclass(frozen=True)
+class _Space:
+    """The attributes of a module or a class, as they are and as they were: no copy at each run."""
+
+    now: Mapping[str, Any]
+    before: dict[str, Any]
+
+
+def _settings() -> dict[str, Any]:
+    """Settings and threads, which are compared by value."""
     import torch
 
-    settings: dict[str, Any] = {
+    return {
         "environment": dict(os.environ),
         "folder": Path.cwd(),
         "warnings": list(warnings.filters),
@@ -432,29 +442,43 @@ def _traces() -> _Traces:
         "main": sys.modules["__main__"],
         "thread state": torch.is_grad_enabled(),
     }
-    spaces: dict[str, dict[str, Any]] = {}
-    for name, module in list(sys.modules.items()):
-        if name in _WATCHED or name.split(".")[0] == "soframe":
-            spaces[name] = space = dict(vars(module))
-            for key, value in space.items():
-                kind = type(value)  # not isinstance, at which a deprecated object of torch warns
-                if issubclass(kind, type) and value.__module__ == name:
-                    spaces[f"{name}.{key}"] = dict(vars(value))
-                elif issubclass(kind, (dict, list, set)) and not key.startswith("__"):
-                    settings[f"len({name}.{key})"] = len(value)
-    return _Traces(settings, spaces)
 
 
-def _changed(before: _Traces, after: _Traces) -> list[str]:
-    """The names of what is other than before, or gone; imports add names."""
-    found = [name for name, one in before.settings.items() if after.settings.get(name) != one]
-    for name, space in before.spaces.items():
-        now = after.spaces.get(name, {})
-        for key, one in space.items():
-            other = now.get(key, _GONE)
+@functools.cache
+def traces() -> _Traces:
+    """Note the modules: once, by the fork server, before there are ranks (`frozen`)."""
+    names = [name for name in sys.modules if name in _WATCHED or name.split(".")[0] == "soframe"]
+    modules = {name: sys.modules[name] for name in names}
+    spaces = {"sys.modules": _Space(sys.modules, modules)}
+    sizes: dict[tuple[str, str], int] = {}
+    for name, module in modules.items():
+        spaces[name] = _Space(vars(module), dict(vars(module)))
+        for key, value in vars(module).items():
+            kind = type(value)  # not isinstance, at which a deprecated object of torch warns
+            if issubclass(kind, type) and value.__module__ == name:
+                spaces[f"{name}.{key}"] = _Space(vars(value), dict(vars(value)))
+            elif issubclass(kind, (dict, list, set)) and not key.startswith("__"):
+                sizes[name, key] = len(value)
+    return _Traces(spaces, sizes)
+
+
+def _changed(before: dict[str, Any]) -> list[str]:
+    """The names of what is other than before, or gone; imports add names.
+
+    Args:
+        before: The settings.
+    """
+    settings, modules = _settings(), traces()
+    found = [name for name, value in before.items() if settings[name] != value]
+    for name, space in modules.spaces.items():
+        for key, value in space.before.items():
+            other = space.now.get(key, _GONE)
             # torch marks what it hooks, at a first optimizer.
-            if other is not one and not getattr(other, "hooked", False):
+            if other is not value and not getattr(other, "hooked", False):
                 found.append(f"{name}.{key}")
+    for (name, key), size in modules.sizes.items():
+        if len(modules.spaces[name].before[key]) != size:
+            found.append(f"len({name}.{key})")
     return found
 
 

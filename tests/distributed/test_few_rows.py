@@ -85,6 +85,7 @@ def trained(
 
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
+@pytest.mark.covering(together=1)
 def test_ranks_multiply_the_rows_of_one_process(method: str, strategy: str, tmp_path: Path) -> None:
     """Four ranks for two steps, and two ranks for two more."""
     options = {"method": method, "solve_every": 2 if method == "ekfac" else 1}

@@ -51,7 +51,7 @@ def test_the_short_datamodeling_score_is_a_table(
 ) -> None:
     absent = influence.Contender("no_such_library", influence.soframe_scores)
     monkeypatch.setattr(influence, "CONTENDERS", {"absent": absent})
-    problem = replace(influence_lds.PROBLEMS[name], steps=10)
+    problem = replace(influence_lds.PROBLEMS[name], steps=3)
     text = influence_lds.table(name, problem, 60, 10, (3, 4))
     assert [line.split("  ")[0] for line in text.splitlines()[3:]] == [
         "kfac",

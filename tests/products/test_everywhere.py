@@ -172,8 +172,8 @@ def compare(way: str, method: str, ranks: int, strategies: Sequence[str]) -> Non
 
 QUICK = {
     ("whole", 2, "ekfac"): STRATEGIES,
-    ("fully_shard", 2, "kfac"): STRATEGIES,
-    ("plan", 2, "kfac"): STRATEGIES,
+    ("fully_shard", 2, "kfac"): ("hybrid-opt", "owner-local", "sharded"),
+    ("plan", 2, "kfac"): ("mem-opt", "sharded"),
     ("fully_shard in copies", 4, "kfac"): ("hybrid-opt", "sharded"),
     ("copies of a plan", 4, "ekfac"): ("comm-opt", "auto"),
 }

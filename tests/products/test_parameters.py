@@ -327,6 +327,7 @@ def on_rank_again(rank: int, ranks: int, strategy: str, folder: str) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.covering(together=1)
 def test_ranks_are_one_process_and_others_load(ranks: int, strategy: str, tmp_path: Path) -> None:
     kind = kind_of("beside layers")
     alone = soframe.Curvature(kind.model, auxiliary="diagonal").fit(kind.data(), loss)
@@ -369,10 +370,13 @@ CHOICES = ("^2$", "kfac", "comm-opt"), ("^0$", "diagonal", "mem-opt"), ("^1$", "
 def sharded_errors(rank: int, ranks: int, way: str, fisher: str) -> list[float]:
     """Return the errors of everything that parameters have on sharded models."""
     whole, data, found = between(), between().data() + between().data()[:1], list[float]()
+    gradients = [whole.gradients(batch) for batch in data]
+    dense = {name: fisher_of(whole, name, fisher, data) for name, _ in named(whole)}
     for pattern, auxiliary, strategy in CHOICES:
         kind = between()
         shares = (WAYS | NESTED)[way](kind.model, ranks)
-        share = data[rank * shares // ranks :: shares]
+        part = slice(rank * shares // ranks, None, shares)
+        share = data[part]
         curvature = soframe.Curvature(
             kind.model,
             {pattern: "kfac"},
@@ -384,18 +388,17 @@ def sharded_errors(rank: int, ranks: int, way: str, fisher: str) -> list[float]:
         assert single(curvature)
         vector = {n: randn(2, *p.shape, seed=i) for i, (n, p) in enumerate(named(whole))}
         inverse = curvature.inverse(DAMPING)
-        gradients = [whole.gradients(batch) for batch in share]
         scores = soframe.influence.scores(curvature, data[1:2], share, loss, damping=DAMPING)
-        solved = inverse @ whole.gradients(data[1])
+        solved = inverse @ gradients[1]
         wanted: Any = 0.0
         for name in vector:
-            columns = torch.cat([batch[name] for batch in gradients]).flatten(1)
+            columns = torch.cat([batch[name] for batch in gradients[part]]).flatten(1)
             wanted = wanted + solved[name].flatten(1) @ columns.T
         pairs = [(scores, wanted)]
         found_gradients = curvature.gradients(share[-1], loss).dense()
-        pairs += [(found_gradients[name], gradients[-1][name]) for name in vector]
+        pairs += [(found_gradients[name], gradients[part][-1][name]) for name in vector]
         for name in single(curvature):
-            matrix = fisher_of(whole, name, fisher, data)
+            matrix = dense[name]
             if auxiliary == "diagonal":
                 matrix = matrix.diagonal().diag()
             flat = vector[name].reshape(2, -1)

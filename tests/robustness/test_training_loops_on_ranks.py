@@ -27,7 +27,8 @@ SHARED: dict[str, Any] = SETUPS | {
 }
 STRATEGIES = ["comm-opt", "mem-opt", "hybrid-opt", "sharded"]
 GRADIENTS = ["averaged", "local"]
-PROGRAMS = 25  # of one run
+PROGRAMS, QUICK = 25, 10
+"""The programs of a run, and of the one that `make test` has of each loop."""
 SERVED = ["train", "train_on_nothing", "train_badly", "train_hugely", "zero", "zero_a_layer"]
 SERVED += ["step", "reset", "look", "evaluate"]
 
@@ -140,23 +141,22 @@ class LoopOfReplicas(LoopOfWrapper):
 
 
 LOOPS = {loop.__name__: loop for loop in (LoopOfRank, LoopOfShards, LoopOfReplicas)}
-FIRST: list[Any] = [0]
-FIRST.extend(
-    pytest.param(number, marks=pytest.mark.thorough)
-    for number in range(PROGRAMS, examples(200), PROGRAMS)
-)
+RUNS: list[Any] = [range(QUICK)]
+for begin in range(QUICK, examples(200), PROGRAMS):
+    numbers = range(begin, begin + PROGRAMS)
+    RUNS.append(pytest.param(numbers, marks=pytest.mark.thorough))
 
 
-def go_through(rank: int, ranks: int, loop: str, first: int) -> None:
+def go_through(rank: int, ranks: int, loop: str, numbers: range) -> None:
     kinds = SHARED["kind"]
     if loop == "LoopOfShards":
         kinds = [kind for kind in kinds if kind != "tied"]  # by modules that shard it apart
-    for number in range(first, first + PROGRAMS):
+    for number in numbers:
         play(LOOPS[loop](number, rank, ranks), SHARED | {"kind": kinds})
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("first", FIRST)
-def test_a_random_training_loop_on_two_ranks(loop: str, first: int) -> None:
-    run_ranks(go_through, 2, loop, first)
+@pytest.mark.parametrize("numbers", RUNS, ids=str)
+def test_a_random_training_loop_on_two_ranks(loop: str, numbers: range) -> None:
+    run_ranks(go_through, 2, loop, numbers)

@@ -89,6 +89,7 @@ def test_micro_batches_and_a_resumed_run_are_one_run() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
+@pytest.mark.covering(together=1)
 def test_ranks_are_one_process(ranks: int, strategy: str) -> None:
     expected, _ = adapt(0, 1, Adapting())
     run = Adapting(strategy, passes=1 + ranks % 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,9 @@ from soframe.layers import BlockShape
 from soframe.methods import Direction, Eva, Given, Method
 from soframe.settings import grouped
 from soframe.specs import FactorKind, FactorSpec
+from soframe.strategies import Strategy
 from soframe.testing import check_method, compare
+from soframe.testing.methods import ALL_CONTRIBUTE
 from tests import kit
 from tests.curvature import closing, half_square
 from tests.distributed.harness import run_ranks
@@ -139,9 +142,18 @@ def test_blocks_without_a_gradient_keep_their_weights(strategy: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_low_rank_updates_on_ranks_are_one_process() -> None:
-    """Under every strategy, saved on four and resumed on two."""
-    check_method(Dion(rank_fraction=0.25), ranks=(2, 3, 4), launch=run_ranks)
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [
+        ((2, 4), ("mem-opt", "hybrid-opt")),
+        pytest.param((2, 3, 4), ALL_CONTRIBUTE, marks=pytest.mark.thorough),
+    ],
+)
+def test_low_rank_updates_on_ranks_are_one_process(
+    ranks: tuple[int, ...], strategies: Sequence[Strategy | str]
+) -> None:
+    """Saved on four and resumed on two, and in `make test-all` under every strategy."""
+    check_method(Dion(rank_fraction=0.25), ranks=ranks, strategies=strategies, launch=run_ranks)
 
 
 @pytest.mark.distributed

@@ -22,7 +22,9 @@ from experiments.config import RunConfig
 from soframe.citations import cite, fields
 from soframe.methods import Method
 from soframe.registry import KINDS
+from soframe.strategies import Strategy
 from soframe.testing import check_method, compare
+from soframe.testing.methods import ALL_CONTRIBUTE
 from tests.compatibility.fully_sharded import Case, make_net, weights
 from tests.compatibility.kit import assert_same
 from tests.compatibility.test_fully_shard import alone, train_all
@@ -122,10 +124,23 @@ def test_two_ranks_are_one_process(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(("splus",)))
-def test_ranks_are_one_process(name: str) -> None:
-    """Under every strategy, saved on four and resumed on two."""
-    check_method(built(name), ranks=(3, 4), fishers=("empirical",), launch=run_ranks)
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategies"),
+    [
+        ("splus", (2, 4), ("mem-opt", "hybrid-opt")),
+        *(
+            pytest.param(name, (3, 4), ALL_CONTRIBUTE, marks=pytest.mark.thorough)
+            for name in OF_LAYERS
+        ),
+    ],
+)
+def test_ranks_are_one_process(
+    name: str, ranks: tuple[int, ...], strategies: Sequence[Strategy | str]
+) -> None:
+    """Saved on four and resumed on two, and in `make test-all` under every strategy."""
+    check_method(
+        built(name), ranks=ranks, strategies=strategies, fishers=("empirical",), launch=run_ranks
+    )
 
 
 @pytest.mark.distributed
