@@ -21,7 +21,7 @@ def check_clip(clip: str | type[Clip] | Clip) -> None:
       `Clip.terms` gives the same, and a clip that does not read gradients leaves them alone.
     - Any bound has a positive factor, which is one for updates that were scaled by it, and no
       smaller for a larger bound. Zeros are not scaled.
-    - Updates and gradients stay as they are, also those of float32.
+    - Updates and gradients stay as they are, in float32, too.
 
     Args:
         clip: The clip; or its name or class.
