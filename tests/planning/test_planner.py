@@ -728,8 +728,10 @@ def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> li
         for step in range(5):
             model.zero_grad()
             model(x).square().mean().backward()
-            # All bytes but those of the curvature: the model's, its gradients' and others'.
-            rest = held.held - own.memory_usage()["total"]
+            # Reading it multiplies the rows that wait, and ends the transfers that are in flight.
+            usage = own.memory_usage()
+            of_curvature = usage["total"] - usage.get("in_flight", 0)
+            rest = held.held - of_curvature  # the model's bytes, its gradients' and others'
             held.priced.peak = held.held
             own.step()
             if step > 1:
