@@ -250,6 +250,28 @@ def test_residuals_are_of_all_outputs(loss: str, method: str, tmp_path: Path) ->
             Laplace(fitted).optimised(residuals[:, 0])
 
 
+def test_a_fit_of_an_earlier_version_leaves_the_number_of_outputs_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    header = soframe.Curvature.header
+
+    def without_outputs(curvature: soframe.Curvature) -> dict[str, Any]:
+        saved = header(curvature)
+        del saved["fit"]["outputs"]
+        return saved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(soframe.Curvature, "header", without_outputs)
+        curvature = soframe.Curvature(network(), statistics=statistics)
+        curvature.fit(batches(6), cross_entropy, folder=tmp_path)
+    loaded = soframe.Curvature(network(), statistics=statistics).load(tmp_path)
+    assert Laplace(curvature).optimised(randn(6, 3)) is not None
+    with pytest.raises(ValueError, match="6 residuals are not of the 6 samples"):
+        Laplace(curvature).optimised(randn(6))
+    assert Laplace(loaded).optimised(randn(6)).noise
+
+
 def test_some_residuals_are_of_as_many_outputs_as_they_may_be() -> None:
     """Where `count()` may have left out outputs."""
     data = batches(6)
