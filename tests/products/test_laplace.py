@@ -190,9 +190,7 @@ problems = st.builds(
 )
 
 
-@given(problems, st.floats(0.01, 100), st.sampled_from([None, 0.1, 3.0]))
-@settings(max_examples=examples(10), deadline=None)
-def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: float | None) -> None:
+def assert_evidence(problem: Problem, prior: float, noise: float | None) -> None:
     variance = 1 / problem.precision if noise is None else noise
     outputs = problem.model(problem.inputs).detach()
     density = torch.distributions.Normal(outputs, variance**0.5)
@@ -200,6 +198,17 @@ def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: flo
     laplace = Laplace(problem.curvature, prior, noise)
     evidence = laplace.log_marginal_likelihood(likelihood)
     assert evidence == pytest.approx(problem.evidence(prior, noise), rel=1e-9, abs=1e-9)
+
+
+@given(problems, st.floats(0.01, 100), st.sampled_from([None, 0.1, 3.0]))
+@settings(max_examples=examples(10), deadline=None)
+def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: float | None) -> None:
+    assert_evidence(problem, prior, noise)
+
+
+@pytest.mark.parametrize("noise", [None, 0.3])
+def test_the_evidence_of_a_mean_over_three_outputs(noise: float | None) -> None:
+    assert_evidence(Problem(0, 2, 3, None), 2.0, noise)
 
 
 @given(problems)
