@@ -259,6 +259,22 @@ def test_residuals_are_of_all_outputs(loss: str, method: str, tmp_path: Path) ->
             Laplace(fitted).optimised(residuals[:, 0])
 
 
+def test_a_fit_that_goes_on_has_the_outputs_before(tmp_path: Path) -> None:
+    data, statistics = batches(6, 3), soframe.Statistics(fisher="type-2", loss="mse")
+
+    def dies(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        if batch is data[1]:
+            raise KeyboardInterrupt
+        return cross_entropy(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        soframe.Curvature(network(), statistics=statistics).fit(
+            data, dies, folder=tmp_path, every=1
+        )
+    again = soframe.Curvature(network(), statistics=statistics).load(tmp_path)
+    assert Laplace(again.fit(data, cross_entropy)).optimised(randn(9, 3)).noise
+
+
 def test_a_fit_of_an_earlier_version_leaves_the_number_of_outputs_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
