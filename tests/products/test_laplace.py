@@ -297,17 +297,26 @@ def test_a_fit_of_an_earlier_version_leaves_the_number_of_outputs_open(
     assert Laplace(loaded).optimised(randn(6)).noise
 
 
-def test_some_residuals_are_of_as_many_outputs_as_they_may_be() -> None:
-    """Where `count()` may have left out outputs."""
-    data = batches(6)
-    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+def fitted_under_count(loss: str) -> soframe.Curvature:
+    statistics = soframe.Statistics(fisher="type-2", loss=loss)
     curvature = soframe.Curvature(network(), statistics=statistics)
 
     def counted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         curvature.count(6)
         return cross_entropy(model, batch)
 
-    curvature.fit(data, counted)
+    return curvature.fit(batches(6), counted)
+
+
+def test_a_mean_over_an_unknown_number_of_outputs_has_no_noise() -> None:
+    curvature = fitted_under_count("mse")
+    with pytest.raises(ValueError, match=r"unknown number of outputs, under count\(\)"):
+        Laplace(curvature, noise=0.5)
+
+
+def test_some_residuals_are_of_as_many_outputs_as_they_may_be() -> None:
+    """Where `count()` may have left out outputs."""
+    curvature = fitted_under_count("squared-error")
     assert Laplace(curvature).optimised(torch.ones(6, 2)).noise
     with pytest.raises(ValueError, match="9 residuals are not of the 6 samples of the fit: "):
         Laplace(curvature).optimised(torch.ones(3, 3))
