@@ -366,6 +366,25 @@ def test_forward_passes_of_one_loss_have_sizes_of_their_own(
         compare(one, other, name)
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_an_image_without_a_batch_is_one_sample(counted: bool) -> None:
+    """Its channels, which the root shows in place of samples, share no rows of a convolution."""
+    model, image = (
+        fill(nn.Sequential(nn.Conv2d(3, 2, 2), nn.Tanh(), nn.Conv2d(2, 2, 2))),
+        randn(3, 5, 4),
+    )
+    found = []
+    for x in (image, image.unsqueeze(0)):
+        with closing(preconditioner(model, decay=0.0)) as own:
+            if counted:
+                own.count(1)
+            model(x).square().sum().backward()
+            own.step()
+            found.append([*factors(own, "0"), *factors(own, "2")])
+    for alone, of_batch in zip(*found, strict=True):
+        compare(alone, of_batch, "factor")
+
+
 class Context(nn.Module):
     """Called with samples and with more rows of a context, so that its inputs do not show N."""
 

@@ -71,6 +71,43 @@ def test_sequences_first_are_sequences_second(method: str) -> None:
         compare(found[name], gradient, name, rtol=1e-10)
 
 
+class Rows(nn.Module):
+    """A layer that is called with samples first, with positions first, or with rows of both."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layout == "positions first":
+            hidden = self.inner(x.transpose(0, 1)).transpose(0, 1)
+        elif self.layout == "rows":
+            hidden = self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        else:
+            hidden = self.inner(x)
+        return self.head(hidden.tanh().mean(1))
+
+
+@pytest.mark.parametrize("layout", ["positions first", "rows"])
+def test_forward_passes_of_one_count_have_numbers_of_samples_of_their_own(layout: str) -> None:
+    x, y = randn(6, POSITIONS, 3), randn(6, 2, seed=1)
+    found = []
+    for model, sizes in ((fill(Rows("samples first")), [6]), (fill(Rows(layout)), [2, 4])):
+        with closing(preconditioner(model, method="kfac-reduce", solve_every=1)) as own:
+            for _ in range(2):
+                model.zero_grad()
+                own.count(6)
+                loss = torch.zeros(()).double()
+                for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
+                    loss = loss + (model(part) - target).square().sum() / 12
+                loss.backward()
+                own.step()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for whole, in_parts in zip(*found, strict=True):
+        compare(in_parts, whole, "direction", rtol=1e-9)
+
+
 def test_a_layer_over_sequences_first_is_dense() -> None:
     """A and G by hand, of N = 4 and T = 7."""
     model, x = fill(nn.Sequential(Swapped(3, 2))), randn(POSITIONS, SAMPLES, 3)

@@ -145,12 +145,13 @@ def test_eigenvalues_of_zero_have_inverse_roots_of_zero() -> None:
 
 
 def test_soap_waits_for_the_bases_of_both_sides() -> None:
-    gradient = randn(1, 3, 4)
+    gradient = randn(2, 3, 4) * torch.tensor([1.0, 9.0]).double().view(2, 1, 1)
     square = torch.ones_like(gradient)
     state = {"square": square, "rotated_mean": square}
-    left = {"vectors": torch.linalg.qr(randn(1, 3, 3))[0]}
+    left = {"vectors": torch.linalg.qr(randn(2, 3, 3))[0]}
     found = SOAP(skip_first=False).direct(given(gradient, state, L=left))
-    torch.testing.assert_close(found.matrix, gradient / gradient.square().mean().sqrt())
+    sizes = gradient.square().mean((1, 2), keepdim=True).sqrt()  # [groups, 1, 1]
+    torch.testing.assert_close(found.matrix, gradient / sizes)
     assert not found.state
     # What loses its basis stays in the former one.
     moved = SOAP().rebase({"square": gradient.square()}, {"L": left}, {})

@@ -148,6 +148,17 @@ def test_zero_stays_zero() -> None:
     assert not nearest_orthogonal(torch.zeros(2, 3, 9)).any()
 
 
+@pytest.mark.parametrize("kind", ["muon", "polar-express"])
+def test_groups_below_the_full_rms_are_shorter(kind: Coefficients) -> None:
+    """Each by its own entries, of matrices that are not square."""
+    matrix = randn(3, 4, 6) * torch.tensor([0.1, 1.0, 10.0]).double().view(3, 1, 1)
+    step = Given(matrix, matrix, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
+    whole = Orthogonalise(coefficients=kind).direct(step).matrix
+    shorter = Orthogonalise(coefficients=kind, full_rms=2.0).direct(step).matrix
+    share = (matrix.square().mean((1, 2), keepdim=True).sqrt() / 2).clamp(max=1)
+    torch.testing.assert_close(shorter, share * whole, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_dtype_of_the_products(dtype: str) -> None:
     matrix = randn(1, 6, 8)

@@ -23,6 +23,7 @@ from soframe.methods import (
     Muon,
     Orthogonalise,
     SOAPMuon,
+    SOAPNorMuon,
 )
 from soframe.methods.soap import independent_rms
 from soframe.solvers import Basis
@@ -503,10 +504,11 @@ def test_updates_are_short_where_gradients_cancel_or_fade(
     assert least <= parts[0] <= most
 
 
-def test_another_momentum_has_another_full_length() -> None:
-    method = SOAPMuon(0.9)
+@pytest.mark.parametrize("kind", [SOAPMuon, SOAPNorMuon])
+def test_another_momentum_has_another_full_length(kind: type[SOAPMuon]) -> None:
+    method = kind(0.9)
     assert method.with_settings({"momentum": 0.9}) is method
-    assert method.with_settings({"momentum": 0.5}).stages == SOAPMuon(0.5).stages
+    assert method.with_settings({"momentum": 0.5}).stages == kind(0.5).stages
 
 
 def by_polynomials(matrix: Tensor) -> Tensor:

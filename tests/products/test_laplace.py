@@ -190,9 +190,7 @@ problems = st.builds(
 )
 
 
-@given(problems, st.floats(0.01, 100), st.sampled_from([None, 0.1, 3.0]))
-@settings(max_examples=examples(10), deadline=None)
-def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: float | None) -> None:
+def assert_evidence(problem: Problem, prior: float, noise: float | None) -> None:
     variance = 1 / problem.precision if noise is None else noise
     outputs = problem.model(problem.inputs).detach()
     density = torch.distributions.Normal(outputs, variance**0.5)
@@ -200,6 +198,17 @@ def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: flo
     laplace = Laplace(problem.curvature, prior, noise)
     evidence = laplace.log_marginal_likelihood(likelihood)
     assert evidence == pytest.approx(problem.evidence(prior, noise), rel=1e-9, abs=1e-9)
+
+
+@given(problems, st.floats(0.01, 100), st.sampled_from([None, 0.1, 3.0]))
+@settings(max_examples=examples(10), deadline=None)
+def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: float | None) -> None:
+    assert_evidence(problem, prior, noise)
+
+
+@pytest.mark.parametrize("noise", [None, 0.3])
+def test_the_evidence_of_a_mean_over_three_outputs(noise: float | None) -> None:
+    assert_evidence(Problem(0, 2, 3, None), 2.0, noise)
 
 
 @given(problems)
@@ -250,17 +259,64 @@ def test_residuals_are_of_all_outputs(loss: str, method: str, tmp_path: Path) ->
             Laplace(fitted).optimised(residuals[:, 0])
 
 
-def test_some_residuals_are_of_as_many_outputs_as_they_may_be() -> None:
-    """Where `count()` may have left out outputs."""
-    data = batches(6)
+def test_a_fit_that_goes_on_has_the_outputs_before(tmp_path: Path) -> None:
+    data, statistics = batches(6, 3), soframe.Statistics(fisher="type-2", loss="mse")
+
+    def dies(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        if batch is data[1]:
+            raise KeyboardInterrupt
+        return cross_entropy(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        soframe.Curvature(network(), statistics=statistics).fit(
+            data, dies, folder=tmp_path, every=1
+        )
+    again = soframe.Curvature(network(), statistics=statistics).load(tmp_path)
+    assert Laplace(again.fit(data, cross_entropy)).optimised(randn(9, 3)).noise
+
+
+def test_a_fit_of_an_earlier_version_leaves_the_number_of_outputs_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    header = soframe.Curvature.header
+
+    def without_outputs(curvature: soframe.Curvature) -> dict[str, Any]:
+        saved = header(curvature)
+        del saved["fit"]["outputs"]
+        return saved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(soframe.Curvature, "header", without_outputs)
+        curvature = soframe.Curvature(network(), statistics=statistics)
+        curvature.fit(batches(6), cross_entropy, folder=tmp_path)
+    loaded = soframe.Curvature(network(), statistics=statistics).load(tmp_path)
+    assert Laplace(curvature).optimised(randn(6, 3)) is not None
+    with pytest.raises(ValueError, match="6 residuals are not of the 6 samples"):
+        Laplace(curvature).optimised(randn(6))
+    assert Laplace(loaded).optimised(randn(6)).noise
+
+
+def fitted_under_count(loss: str) -> soframe.Curvature:
+    statistics = soframe.Statistics(fisher="type-2", loss=loss)
     curvature = soframe.Curvature(network(), statistics=statistics)
 
     def counted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         curvature.count(6)
         return cross_entropy(model, batch)
 
-    curvature.fit(data, counted)
+    return curvature.fit(batches(6), counted)
+
+
+def test_a_mean_over_an_unknown_number_of_outputs_has_no_noise() -> None:
+    curvature = fitted_under_count("mse")
+    with pytest.raises(ValueError, match=r"unknown number of outputs, under count\(\)"):
+        Laplace(curvature, noise=0.5)
+
+
+def test_some_residuals_are_of_as_many_outputs_as_they_may_be() -> None:
+    """Where `count()` may have left out outputs."""
+    curvature = fitted_under_count("squared-error")
     assert Laplace(curvature).optimised(torch.ones(6, 2)).noise
     with pytest.raises(ValueError, match="9 residuals are not of the 6 samples of the fit: "):
         Laplace(curvature).optimised(torch.ones(3, 3))

@@ -27,6 +27,16 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path) -> None:
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(path.name, b"new")]
 
 
+def test_a_reader_of_the_former_file_reads_it_whole(tmp_path: Path) -> None:
+    """The new one is another file, which takes the name at once."""
+    path, former = tmp_path / "numbers.json", tmp_path / "former"
+    disk.replace(path, lambda file: file.write(b"whole"))
+    former.hardlink_to(path)
+    disk.replace(path, lambda file: file.write(b"new"))
+    assert former.read_bytes() == b"whole"
+    assert path.read_bytes() == b"new"
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system has no list of files")
 def test_a_file_is_on_the_disk_before_its_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
