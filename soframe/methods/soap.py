@@ -66,7 +66,7 @@ class SOAP(Method):
 
     Attributes:
         betas: The decays of m and v; with a first of 0 no m is kept.
-        eps: Added to the root in the denominator.
+        eps: Added to roots in denominators.
         shampoo_beta: The decay of the factors.
         skip_first: Whether the first gradient only initialises the basis and the update is zero, as
             published. Otherwise the first update is the input at a root mean square of one.
@@ -143,7 +143,7 @@ class SOAP(Method):
         if self.skip_first and step.updates == 0:
             return Direction(torch.zeros_like(step.incoming))
         if any(name not in step.data for name in names):
-            return Direction(_normalised(step.incoming))
+            return Direction(_normalised(step.incoming, self.eps))
         first, second = self.betas
         new = into_basis(step.gradient, step.data)
         state = {"square": second_moment(step.state["square"], new, second)}
@@ -154,7 +154,7 @@ class SOAP(Method):
         root = state["square"].sqrt().add_(self.eps)
         matrix = _out_of(torch.div(mean, root, out=root), step.data)
         if self.normalise:
-            matrix = _normalised(matrix)
+            matrix = _normalised(matrix, 1e-30)  # as in the published code
         if self.correct_bias:
             # The first update has no basis, or is skipped.
             count = max(1, step.updates + (not (names or self.skip_first)))
@@ -300,9 +300,9 @@ def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
     return matrix
 
 
-def _normalised(matrix: Tensor) -> Tensor:
-    """Divide ``[groups, out, in]`` by the root mean square of each group."""
-    return matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
+def _normalised(matrix: Tensor, eps: float) -> Tensor:
+    """Divide ``[groups, out, in]`` by the root mean square of each group, and ``eps`` more."""
+    return matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + eps)
 
 
 def _times(matrix: Tensor, right: Tensor) -> Tensor:

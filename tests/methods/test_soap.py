@@ -19,6 +19,7 @@ from soframe.methods import (
     SOAP,
     Blocked,
     Chain,
+    Method,
     Momentum,
     Muon,
     Orthogonalise,
@@ -346,9 +347,22 @@ def test_the_first_gradient_may_pass() -> None:
             passing.step()
             if step == 0:
                 assert not model[0].weight.grad.any()
-                compare(other[0].weight.grad, gradient / gradient.square().mean().sqrt(), "first")
+                size = gradient.square().mean().sqrt() + SOAP().eps
+                compare(other[0].weight.grad, gradient / size, "first")
             else:
                 assert torch.equal(model[0].weight.grad, other[0].weight.grad)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-25, 1e-20])
+@pytest.mark.parametrize("method", [SOAP(skip_first=False), SOAPMuon()], ids=["soap", "soap-muon"])
+def test_the_first_update_of_a_vanishing_gradient_vanishes(method: Method, scale: float) -> None:
+    """As later ones do, by eps; the squares of float32 are zero from 1e-23 on."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    with closing(stages.preconditioner(model, method)) as own:
+        for step in range(3):
+            model[0].weight.grad = scale * randn(6, 6, seed=step).float()
+            own.step()
+            assert model[0].weight.grad.norm() <= 1e-6
 
 
 def test_basis() -> None:
