@@ -30,6 +30,7 @@ from soframe.methods.orthogonal import (
     nearest_orthogonal,
     orthogonalises,
 )
+from soframe.solvers import Eigen
 from tests import kit
 from tests.curvature import closing, fill, randn
 from tests.methods import stages
@@ -55,6 +56,22 @@ def test_iterations(shape: tuple[int, int], kind: Coefficients, steps: int) -> N
     expected = torch.stack([by_singular_values(m, used, cut) for m in matrices])
     found = nearest_orthogonal(matrices, kind=kind, steps=steps)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 9)], ids=str)
+def test_each_group_is_as_short_as_its_input_alone(shape: tuple[int, int]) -> None:
+    """Of groups far below, below and above the full root mean square, and of zeros."""
+    sizes = torch.tensor([1e-9, 0.3, 50.0, 0.0], dtype=torch.float64)
+    matrices = randn(4, *shape)
+    matrices /= matrices.square().mean((1, 2), keepdim=True).sqrt()
+    matrices *= sizes.view(4, 1, 1)
+    step = Given(matrices, matrices, {}, {}, 1, Eigen(), 0.1)
+    found = Orthogonalise(full_rms=0.5).direct(step).matrix
+    expected = [
+        share * by_singular_values(matrix, [MUON] * 5, 1.0)
+        for matrix, share in zip(matrices, (2e-9, 0.6, 1.0, 0.0), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=1e-20)
 
 
 def test_coefficients() -> None:
