@@ -22,7 +22,7 @@ OUTCOMES: Counter[str] = Counter()
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 120)
-@fuzzed(few=600)
+@fuzzed(few=1200)
 @given(case=cases(PRECONDITIONERS.settings))
 def test_the_preconditioner(case: Case) -> None:
     outcome = check(PRECONDITIONERS, case)

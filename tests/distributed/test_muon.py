@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -43,10 +45,10 @@ def train_on_ranks(rank: int, ranks: int) -> tuple[list[torch.Tensor], int, dict
     model, made = make_model(), 0
     inner = orthogonal.nearest_orthogonal
 
-    def counted(matrix: torch.Tensor, **settings: object) -> torch.Tensor:
+    def counted(matrix: torch.Tensor, *norm: torch.Tensor, **settings: Any) -> torch.Tensor:
         nonlocal made
         made += len(matrix)
-        return inner(matrix, **settings)  # type: ignore[arg-type]
+        return inner(matrix, *norm, **settings)
 
     orthogonal.nearest_orthogonal = counted
     backend = TorchDistributed(fused=True)
