@@ -17,9 +17,9 @@ a factor (section 4 there): ``Q_R`` is then the Kronecker product of the bases o
 positions. In the basis columns are by position, then channel.
 
 *SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises. An
-orthogonal matrix has one length however small X is. So the update is shortened where gradients
-cancel, or are much smaller than before: in proportion to the root mean square of X over the root
-of v, below the one of independent gradients. With the momentum b the latter is::
+orthogonal matrix has one length however small X is. So the update is shorter where gradients cancel
+or are much smaller than before: where the root mean square of X over the root of v is smaller than
+for independent gradients, in proportion. For these it is, with the momentum b::
 
     sqrt((1 - b^2)^2 + b^4 (1 - b) / (1 + b))
 
