@@ -3,7 +3,8 @@
 Every method, and `BASELINES` of soframe, trains one small problem with as many learning rates,
 `FACTORS` times its `RATES`, which follow from the length of its updates, on a seed of their own;
 while the best is the lowest or the highest, a further one. The rate of the best last loss trains
-on the seeds of the report. Runs are kept in the output folder, so that the same command goes on.
+on the seeds of the report. With ``--workload FILE`` the problem is the file's, and the methods that
+it registers race, too. Runs are kept in the output folder, so that the same command goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import soframe
 from experiments import display, runs, tables, train
 from experiments.config import RunConfig
 from experiments.environment import sources
-from experiments.gallery import METHODS
 from experiments.records import RunRecord
 from experiments.tuning import TUNING_SEED
 from experiments.workloads import workload
@@ -45,6 +45,15 @@ RATES = {
     "splus": 0.1,
 }
 OPTIONS: dict[str, dict[str, Any]] = {"mkor": {"statistics_every": 1}}
+
+
+def contenders() -> list[str]:
+    """Return `BASELINES` and all methods that are registered from outside of soframe."""
+    names = set(BASELINES)
+    for name, method in soframe.available("method").items():
+        if not method.__module__.startswith("soframe."):
+            names.add(name)
+    return sorted(names - {"lora-pro"})  # which needs adapters
 
 
 def configurations(name: str, problem: str, steps: int) -> list[RunConfig]:
@@ -116,8 +125,8 @@ def race(
     output: Path = Path("runs/gallery"),
 ) -> None:
     """Train all methods, print the table, and write it as Markdown and LaTeX."""
-    names = sorted(set(METHODS).union(BASELINES) - {"lora-pro"})  # which needs adapters
     screen = display.console()
+    task = workload(problem)  # a file also registers methods of its own
 
     def trained(missing: Sequence[RunConfig]) -> Iterator[RunRecord]:
         for config in missing:
@@ -125,16 +134,16 @@ def race(
             screen.print(f"{config.label}, lr {config.lr:g}: {record.last.loss:.4g}")
             yield record
 
-    word = f"soframe {soframe.__version__} {workload(problem).digest} {sources()}"
+    word = f"soframe {soframe.__version__} {task.digest} {sources()}"
     kept = partial(runs.kept, folder=output / "runs", train=trained, processes=1, word=word)
     groups = []
-    for name in names:
+    for name in contenders():
         group = tuned(configurations(name, problem, steps), kept)
         config = group.records[0].config
         records = kept([config.but(seed=seed) for seed in SEEDS])
         groups.append(tables.Group(tuple(records), group.tuning))
     groups.sort(key=mean_loss)
-    table = tables.summary(workload(problem), groups, f"{steps} steps")
+    table = tables.summary(task, groups, f"{steps} steps")
     table = replace(table, notes=(*table.notes, apart(groups)))
     screen.print(table.terminal())
     screen.print(apart(groups))

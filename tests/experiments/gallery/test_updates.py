@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from tests.compatibility.test_fully_shard import alone, train_all
 from tests.curvature import closing, randn
 from tests.distributed.harness import run_ranks
 from tests.experiments.gallery.references import CALLS, GRADIENTS
+from tests.experiments.helpers import record
 from tests.methods import stages
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +50,27 @@ CASES = [
 ]
 ON_RANKS = ("ikfac", "mkor", "psgd-kron", "splus")
 """They differ in what they keep and have solved; `make test-all` runs all."""
+FILE = """\
+import soframe
+from soframe.methods import SGD
+from torch import nn
+from torch.nn.functional import mse_loss
+
+soframe.register("method", "of-mine")(type("OfMine", (SGD,), {"__module__": __name__}))
+
+
+def model():
+    return nn.Linear(2, 2)
+
+
+def data():
+    raise NotImplementedError
+
+
+def loss(model, inputs, targets):
+    return mse_loss(model(inputs), targets)
+"""
+"""A workload's file with a method of its own."""
 
 
 def built(name: str) -> Method:
@@ -242,6 +265,20 @@ def test_rates_go_on_while_the_best_is_at_an_end(
     first = [RunConfig("problem:norms", "soframe:muon", lr=lr, steps=5) for lr in tried[:3]]
     assert race.tuned(first, trained).tuning == mark
     assert tuple(taken) == tried
+
+
+def test_the_methods_of_a_workload_s_file_are_raced(
+    gallery: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = importlib.import_module("experiments.gallery.__main__")
+    file = tmp_path / "mine.py"
+    file.write_text(FILE, encoding="utf-8")
+    monkeypatch.setattr(race.train, "train", lambda alone, config: record(config=config))
+    with mock.patch.dict(KINDS["method"]._components):
+        race.race(str(file), steps=5, output=tmp_path)
+    table = (tmp_path / "gallery.tex").read_text(encoding="utf-8")
+    rows = re.findall(r"^([\w-]+) & lr ", table, re.MULTILINE)
+    assert sorted(rows) == sorted({*gallery.METHODS, *race.BASELINES, "of-mine"} - {"lora-pro"})
 
 
 def test_methods_are_apart_where_their_seeds_do_not_mix() -> None:
