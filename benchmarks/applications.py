@@ -20,8 +20,8 @@ between the last two. Columns:
 - *equal memory*: the baseline has the largest batch in K-FAC's bytes (weights, gradients, states,
   planned curvature, activations that autograd saves), as many samples, and a rate that grows with
   the batch.
-- *ranks*: the quality at the end of one run, and the time of a step by the clock, on local
-  processes over Gloo.
+- *ranks*: the quality at the end of runs, and the time of a step by the clock, on local processes
+  over Gloo.
 - *planned*: steps of the same network, larger, on 64 ranks of described hardware, with statistics
   every 10 steps and solves every 100. Nothing runs there.
 
@@ -645,26 +645,26 @@ class Table:
     def on_ranks(
         self, baseline: str, rates: Mapping[str, float], contenders: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Train one seed on several ranks, and time steps there."""
+        """Train on several ranks, and time steps there."""
         name = next(iter(self.application.contenders))
         steps = contenders[name]["steps"]
         whole = self.job(baseline, rates[baseline]).steps
         part = next((p for p in self.parts if steps and p * whole >= steps), max(self.parts))
-        jobs = [
-            self.job(baseline, rates[baseline], max(self.parts), seed=self.seeds[0]),
-            self.job(name, rates[name], part, seed=self.seeds[0]),
-        ]
+        jobs = [self.job(baseline, rates[baseline]), self.job(name, rates[name], part)]
         rows = []
         for ranks in (1, *self.ranks):
-            runs = [replace(job, ranks=ranks) for job in jobs]
-            self.records.complete(runs)
+            qualities = []
+            for job in jobs:
+                runs = [replace(job, ranks=ranks, seed=seed) for seed in self.seeds]
+                self.records.complete(runs)
+                qualities.append([self.records.quality(run) for run in runs])
             times = self.times([baseline, name], rates, ranks)
             ratio, spread = ratios(times[name], times[baseline])
             rows.append(
                 {
                     "ranks": ranks,
-                    "steps": [run.steps for run in runs],
-                    "qualities": [self.records.quality(run) for run in runs],
+                    "steps": [job.steps for job in jobs],
+                    "qualities": qualities,  # of each seed
                     "milliseconds": [1e3 * statistics.median(times[n]) for n in (baseline, name)],
                     "step_ratio": ratio,
                     "step_ratio_spread": spread,
@@ -740,7 +740,7 @@ def report(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
                     row["title"],
                     str(cells["ranks"]),
                     ", ".join(str(steps) for steps in cells["steps"]),
-                    ", ".join(f"{quality:.3f}" for quality in cells["qualities"]),
+                    ", ".join(f"{statistics.mean(ends):.3f}" for ends in cells["qualities"]),
                     ", ".join(f"{ms:.0f}" for ms in cells["milliseconds"]),
                     f"{cells['step_ratio']:.2f}",
                 ]
