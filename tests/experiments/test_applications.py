@@ -83,6 +83,10 @@ def test_steps_and_time_are_read_off(table):
     assert memory["time_ratio"] == pytest.approx(1.3 * 64 / 80)
     assert [cells["ranks"] for cells in row["ranks"]] == [1, 2]
     assert row["ranks"][1]["steps"] == [160, 96]
+    assert row["ranks"][1]["qualities"] == [
+        pytest.approx([0.90, 0.91, 0.89]),
+        pytest.approx([0.95, 0.96, 0.94]),
+    ]
 
 
 def test_kept_runs_are_not_trained_again(table):
