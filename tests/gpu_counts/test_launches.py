@@ -46,7 +46,7 @@ BOUNDS = {
 @pytest.mark.parametrize(
     ("network", "methods"),
     [
-        ("gpt2 --layers 3", ("adamw", "muon", "kfac")),
+        ("gpt2 --layers 3", ("adamw", "kfac")),
         pytest.param(
             "gpt2",
             ("muon", "adamw", "soap", "soap-muon", "soap-normuon", "kfac"),
