@@ -11,8 +11,11 @@ FIGURES ?= runs/figures
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
-# Hundreds of processes import the same files: they are compiled once, also where a shell says not to keep that.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Files are compiled when they are first imported, which few of torch's and sympy's ever are; hundreds of processes then
+# import the same ones, so their bytecode is kept, also where a shell says not to.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -55,7 +58,7 @@ test-fast: $(VENV)/.stamp-test ## run two cases of each quick test of one proces
 .PHONY: test-compatibility
 test-compatibility: ## run the tests of trainers and other frameworks with their libraries, in $(VENV)-compatibility
 	DS_BUILD_OPS=0 $(MAKE) VENV=$(VENV)-compatibility $(VENV)-compatibility/.stamp-compatibility
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)-compatibility/bin/python -m pytest tests/integrations \
+	OMP_NUM_THREADS=1 $(VENV)-compatibility/bin/python -m pytest tests/integrations \
 	    $(wildcard tests/compatibility) tests/robustness/test_other_frameworks.py \
 	    tests/layers/test_parametrised.py tests/layers/test_transformers_models.py \
 	    tests/experiments/recipes/test_lora.py tests/experiments/recipes/test_recipes.py $(PYTEST_ARGS)
@@ -134,7 +137,7 @@ $(VENV)/.stamp-checks: EXTRAS = lint,demo,docs,test
 $(VENV)/.stamp-%: EXTRAS = $*
 
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp
-	$(PIP) install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.stamp:

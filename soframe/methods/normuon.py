@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.methods.chain import Chain
-from soframe.methods.graft import at_length
+from soframe.methods.graft import norms
 from soframe.methods.momentum import Momentum, require_beta
 from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
 from soframe.registry import register
@@ -49,10 +51,15 @@ class NormaliseRows(WithoutFactors):
         return {"rows": TensorSpec((groups, out, 1))}
 
     def direct(self, step: Given) -> Direction:
-        matrix = step.incoming
-        squares = step.state["rows"].lerp(matrix.square().mean(-1, keepdim=True), 1 - self.beta)
-        rows = matrix / (squares.sqrt() + self.eps)
-        return Direction(at_length(rows, matrix), {"rows": squares})
+        matrix = step.incoming  # [groups, out, in]
+        # Norms of rows are enough, so that the matrix is multiplied once.
+        lengths = torch.linalg.vector_norm(matrix, dim=-1, keepdim=True)  # [groups, out, 1]
+        squares = step.state["rows"] * self.beta
+        squares.addcmul_(lengths, lengths, value=(1 - self.beta) / matrix.shape[-1])
+        roots = squares.sqrt().add_(self.eps)
+        # Divided rows are all zero only if the matrix is.
+        divided = norms(lengths / roots).clamp_(min=torch.finfo(matrix.dtype).tiny)
+        return Direction(matrix * (norms(lengths) / divided / roots), {"rows": squares})
 
 
 @register("method", "normuon")

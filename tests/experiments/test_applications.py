@@ -114,7 +114,7 @@ def test_clips_are_the_same_at_every_rate(tmp_path):
         assert settings.kl_clip / settings.rate**2 == pytest.approx(0.4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_goes_on(tmp_path, capfd):
     arguments = ["--short", "--only", "detector", "--output", str(tmp_path), "--json"]
     assert applications.main(arguments) == 0

@@ -14,7 +14,10 @@ MAKERS = [*(name for name in names() if name != "cluttered-digits"), "cluttered-
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.thorough) if n == "cluttered-vit" else n for n in MAKERS],
+)
 def test_a_task_is_the_same_from_its_seed(name):
     def made(seed):
         task = workload(name).make(seed, torch.float32)

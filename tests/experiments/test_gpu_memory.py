@@ -36,7 +36,7 @@ def test_turns_end_with_a_step_of_statistics_and_a_solve(
     assert solved == ([] if curvature is None else [(0, 0), (1, 1), (0, 0)] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_curvature_takes_the_memory_of_images() -> None:
     cap = 4 * 2**30
     first, second = (gpu_memory.planned(c, cap) for c in (None, soframe.Statistics()))

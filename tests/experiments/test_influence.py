@@ -45,7 +45,7 @@ def test_models_that_train_at_once_are_those_that_train_alone() -> None:
         torch.testing.assert_close(both[name][1:], parameter, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["perceptron", "bytes"])
+@pytest.mark.parametrize("name", ["perceptron", pytest.param("bytes", marks=pytest.mark.thorough)])
 def test_the_short_datamodeling_score_is_a_table(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

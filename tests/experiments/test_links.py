@@ -26,7 +26,7 @@ def of_detector(worker: Worker, folder: Path) -> dict[str, list[list[float]]]:
     return links.timed(detector, detector.settings(1, folder), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_rows_are_of_both_optimizers(tmp_path):
     (row, _) = launch(of_detector, 2)(tmp_path)

@@ -10,7 +10,13 @@ from benchmarks import pictures
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["spectra", "influence", "laplace"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "laplace",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("spectra", "influence")),
+    ],
+)
 def test_a_picture_is_the_one_of_its_guide(name: str, tmp_path: Path) -> None:
     drawn = tmp_path / f"{name}.png"
     assert pictures.main([name, str(drawn)]) == 0

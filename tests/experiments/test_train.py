@@ -80,7 +80,10 @@ def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["digits-autoencoder", "mnist-autoencoder"])
+@pytest.mark.parametrize(
+    "workload",
+    ["digits-autoencoder", pytest.param("mnist-autoencoder", marks=pytest.mark.thorough)],
+)
 def test_the_oracle_steps_along_the_exact_direction(workload):
     options = {"damping": 0.1, "iterations": 5, "tolerance": 1e-3}
     config = SGD.but(

@@ -174,8 +174,7 @@ QUICK = {
     ("whole", 2, "ekfac"): STRATEGIES,
     ("fully_shard", 2, "kfac"): ("hybrid-opt", "owner-local", "sharded"),
     ("plan", 2, "kfac"): ("mem-opt", "sharded"),
-    ("fully_shard in copies", 4, "kfac"): ("hybrid-opt", "sharded"),
-    ("copies of a plan", 4, "ekfac"): ("comm-opt", "auto"),
+    ("fully_shard in copies", 4, "ekfac"): ("hybrid-opt", "auto"),
 }
 """By way, ranks and method the strategies that `make test` tries."""
 CASES = []

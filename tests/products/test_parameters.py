@@ -412,7 +412,7 @@ def sharded_errors(rank: int, ranks: int, way: str, fisher: str) -> list[float]:
     return found
 
 
-QUICK = {("nested", 2, "type-2"), ("plan", 2, "empirical"), ("fully_shard of a plan", 4, "type-2")}
+QUICK = {("nested", 2, "type-2"), ("plan", 2, "empirical")}
 SHARDED = []
 for way in (*NESTED, *WAYS):
     for ranks in (1, 2, 4):

@@ -88,7 +88,7 @@ SOME = ["Conv2d, grouped", "MultiheadAttention", "experts", "LayerNorm"]
     ("ranks", "names"),
     [
         (2, SOME),
-        pytest.param(4, SOME, marks=pytest.mark.slow),
+        pytest.param(4, SOME, marks=pytest.mark.thorough),
         pytest.param(2, list(KINDS), marks=pytest.mark.thorough),
         pytest.param(4, list(KINDS), marks=pytest.mark.thorough),
     ],
