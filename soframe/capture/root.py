@@ -1,13 +1,16 @@
 """The root module's inputs and outputs, which show the batch of a forward pass.
 
-The batch N is the first dimension common to inputs and outputs. If they have two in common, inputs
-of a layer with ``batch_first=False`` show which one is N. If they have none, it is the second
-dimension of outputs ``[T, N, features]``, if that is the inputs' first one, as for a CTC loss, or
-of outputs ``[K, N]``, K draws of each sample; otherwise the outputs' first one, of which the loss
-is: so of sequences ``[T, N, features]`` to outputs ``[N, classes]``, lists of images, and nodes of
-graphs to outputs of graphs. If outputs are several rows of each sample, their rows are the terms.
-Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the model has V rows, are a language
-model: each token has a term.
+The number of samples N is seen in the sizes of inputs and outputs:
+
+- It is the first size, if inputs and outputs have one in common. If their first two sizes agree,
+  inputs of a layer with ``batch_first=False`` show which of them is N.
+- If they have none in common, N is the second size of outputs ``[T, N, features]`` of inputs
+  ``[N, ...]``, as for a CTC loss, or of inputs ``[T, N, features]`` to outputs ``[N, classes]``.
+- If outputs are several rows of each sample, these rows are the terms.
+- Outputs ``[K, N]`` may be K draws of each sample. Of other outputs N is the first size, since the
+  loss is of them: as of lists of images, and of nodes of graphs to outputs of graphs.
+- Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the model has V rows, are a
+  language model: each token has a term.
 
 Two forward passes are of the same samples if they have the same inputs, or slices of the positions
 of one tensor, or one has outputs of the other as inputs. Slices along the batch are other samples.
@@ -243,8 +246,15 @@ def _of_different_lengths(
     length = common(lengths)
     if length is None:
         return sight  # the outputs have no rows
+    return _of_length(sight, inputs, outputs, length)
+
+
+def _of_length(
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
+) -> Sight:
+    """Return the batch of inputs and outputs, which are all of a length that no input has."""
     either = f"{_shown(inputs, outputs)}, of which either may be the batch"
-    is_second = any(tensor.dim() > 1 and tensor.shape[1] == length for tensor in inputs)
+    is_second = length in {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
     seconds = {second for _, second in _leading_sizes(outputs)}
     size = common(seconds & {len(tensor) for tensor in inputs})
     if size is not None:  # outputs [T, N, features] of inputs [N, ...]
