@@ -118,7 +118,8 @@ class Accumulator:
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
-        alike = _all_contribute(self._placed)
+        pairs = [pair for pair in self._pairs if pair[0].captured]
+        alike = not any(place.partial(block.factors) for block, place in pairs)
         self._capture.listen(self.add, names, self._rereading, alike=alike, roots=roots)
 
     def begin(
@@ -659,12 +660,3 @@ def _with_zeros(rows: Tensor, data: DataRows) -> Tensor:
     counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]
     counts.view(-1)[data.indices] = 1
     return rows * counts
-
-
-def _all_contribute(placed: PlacedBlocks) -> bool:
-    """Return whether all ranks contribute to all factors with statistics of calls."""
-    for block, place in placed:
-        for index, factor in enumerate(block.factors):
-            if factor.captured and place.contributing(index) != place.everyone:
-                return False
-    return True
