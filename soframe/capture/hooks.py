@@ -90,9 +90,9 @@ _compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_cal
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    With a helper it is of a layer, after its call. With layers it is of the root that has them,
-    before its call, when the output is an ellipsis, and after. With a module, which takes sequences
-    first, it is before its call.
+    The target is the helper of a layer, which is hooked after its calls; or the `Layers` of the
+    root, before its calls, with an ellipsis for the output, and after; or a layer that takes
+    sequences first, before its calls.
     """
 
     def __init__(self, capture: Capture, target: LayerHelper | Layers | nn.Module) -> None:
@@ -820,17 +820,16 @@ class _Pending:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if capture is None or not capture.enabled or self.helper not in capture.names:
             return
-        # autograd.grad passes through here without adding to any parameter's gradient.
-        is_of_loss = capture._probe is None and self.adds_to_gradients()
-        if is_of_loss:
+        if capture._probe is None:
+            # autograd.grad passes through here without adding to any parameter's gradient.
+            if not self.adds_to_gradients():
+                return
             capture.calls.enter(capture._on_end)
             capture.calls.reached.add(self.helper)
-        is_wanted = is_of_loss
-        if capture.probing:
-            # Nodes, which receive a tuple, have calls inside modules: `probe` brings them theirs.
-            is_wanted = capture._probe is not None and not isinstance(received, tuple)
-        if not is_wanted:
-            return
+            if capture.probing:
+                return  # statistics come from probes alone
+        elif isinstance(received, tuple):
+            return  # a node of a call inside a module, to which `probe` brings its gradient
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
             self.saved = ()
