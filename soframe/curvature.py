@@ -911,13 +911,12 @@ def _require_products(methods: Iterable[Method]) -> None:
 def _require_all_data(placed: PlacedBlocks, strategy: Strategy) -> None:
     """Raise a ValueError if some ranks take no statistics of a block."""
     for block, place in placed:
-        for index, factor in enumerate(block.factors):
-            if factor.captured and set(place.contributing(index)) != set(place.everyone):
-                raise ValueError(
-                    f"a Curvature is a mean over the data of all ranks, and under {strategy!r} "
-                    f"only the ranks {list(place.contributing(index))} take statistics of "
-                    f"{block.name}: pass strategy='comm-opt', 'mem-opt' or Sharded(group=None)"
-                )
+        for index in place.partial(block.factors):
+            raise ValueError(
+                f"a Curvature is a mean over the data of all ranks, and under {strategy!r} "
+                f"only the ranks {list(place.contributing(index))} take statistics of "
+                f"{block.name}: pass strategy='comm-opt', 'mem-opt' or Sharded(group=None)"
+            )
 
 
 def _require_served(

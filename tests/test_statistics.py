@@ -400,6 +400,25 @@ def test_so_do_methods_of_gradients_at_the_next_use(method: str) -> None:
             compare(second[name], factor, f"{key}: {name}")
 
 
+def test_a_call_between_turns_is_not_counted_at_a_turn() -> None:
+    """In the second step EKFAC's layer alone takes statistics: of the other no input is kept."""
+
+    def running(is_late: bool) -> Tensor:
+        model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        settings = {"method": {"^0": "kfac", "": "ekfac"}, "statistics_every": 3, "solve_every": 6}
+        outputs: list[Tensor] = []
+        with closing(preconditioner(model, **settings)) as own:
+            for step in range(4):
+                if is_late and step == 3:
+                    outputs[1].sum().backward()
+                outputs.append(model(randn(5, 3, seed=step)))
+                outputs[-1].square().sum(1).mean().backward(retain_graph=True)
+                own.step()
+            return factors(own, "0")[0]
+
+    compare(running(True), running(False), "A", rtol=0)
+
+
 @pytest.mark.parametrize("change", ["resumed", "rebuilt"])
 def test_a_missed_turn_of_gradients_outlives(change: str) -> None:
     """The second head misses the turns; whenever the run is interrupted, it ends the same."""

@@ -153,9 +153,6 @@ class Registration:
     ) -> None:
         _require_helpers(choices.layers)
         self._choices = choices
-        # The user's choice. None if it was left open: at the end the name of the default takes its
-        # place, if a block is solved by it.
-        self.solver: Choice = choices.solver
         self._build_components()
         self._survey = Survey.of(model, named, choices.head_in if choices.staged else model)
         # Where neither the model nor the choices show the head, any layer may be it.
@@ -165,9 +162,11 @@ class Registration:
         self._uncalled = reasons_of_uncalled(self._survey.modules)
         self._register()
         self.others = [p for _, p in self._survey.parameters if id(p) not in self._in_block]
-        is_solver_used = any(b.method.captures and b.tensors for b in self._kinds.values())
-        if self.solver is None and is_solver_used:
-            self.solver = self._by_default
+        is_default_used = any(b.method.captures and b.tensors for b in self._kinds.values())
+        # The user's choice; if it was left open, the name of the default, if any block has it.
+        self.solver: Choice = choices.solver
+        if self._default and is_default_used:
+            self.solver = self._default
         self.report = self._make_report()
         patterns = set(choices.skip).union(choices.layers, choices.cut)
         self.unused = sorted(patterns - self._used)
@@ -181,13 +180,12 @@ class Registration:
         self._methods = _ByPattern("method", choices.method, Method)
         if choices.forward_only:
             self._methods.replace_each(lambda m: m.forward_only() if m.captures else m)
-        # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
-        # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
-        self._by_default = "inverse"
-        if choices.dtype == torch.bfloat16:
-            # Factors of half precision are not positive definite: eigenvalues can be clamped.
-            self._by_default = "eigen"
-        choice = self._by_default if choices.solver is None else choices.solver
+        choice, self._default = choices.solver, ""
+        if choice is None:
+            # All blocks alike. Where both were measured Cholesky takes no more steps than
+            # eigendecompositions, and a sixth to a tenth of their time for long sides. But factors
+            # of half precision are not positive definite: eigenvalues can be clamped.
+            choice = self._default = "eigen" if choices.dtype == torch.bfloat16 else "inverse"
         self._solvers = self._build_solvers(choice)
         self._eigen = self._build_solvers("eigen").choose("")
         self._auxiliary = _auxiliary(choices.auxiliary, of_samples=choices.of_samples)
@@ -387,7 +385,7 @@ class Registration:
                             f"and {type(module).__name__} has no such parameter"
                         )
                     continue
-                if not parameter.requires_grad and id(parameter) not in self._choices.kept:
+                if self._is_frozen(parameter):
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:
                     self._reasons[id(parameter)] = Reason.LEFT_OUT.format(helper.__name__)
@@ -396,6 +394,10 @@ class Registration:
                 elif candidate is layer[0]:
                     trained.append(key)
         return trained
+
+    def _is_frozen(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is frozen, and no block of it outlasts that."""
+        return not parameter.requires_grad and id(parameter) not in self._choices.kept
 
     def _build_of_layer(
         self,
@@ -447,7 +449,7 @@ class Registration:
             key = id(method), positions
             method = self._of_kernels.setdefault(key, method.of_kernel(positions))
         dtype = factor_dtype(list(layout.parameters.values()), self._choices.dtype)
-        is_chosen = self._choices.solver is not None and self._solvers.find(name) is not None
+        is_chosen = not self._default and self._solvers.find(name) is not None
         solver: Solver = self._eigen  # the default of methods that read gradients alone
         if helpers or is_chosen:
             solver = self._solvers.choose(name)
@@ -483,8 +485,7 @@ class Registration:
             if (why := next(_refusals(block, self._choices), None)) is not None:
                 raise ValueError(f"{block.name}: {why}")
         except ValueError:
-            is_solver_open = self.solver is None and self._by_default == "inverse"
-            if not is_solver_open or not block.method.captures:
+            if self._default != "inverse" or not block.method.captures:
                 raise
             self._admit_with_eigen([*self.blocks, block])
         else:
@@ -492,7 +493,7 @@ class Registration:
 
     def _admit_with_eigen(self, blocks: Sequence[Block]) -> None:
         """Take "eigen" as the default of all blocks, and admit them anew."""
-        self._by_default = "eigen"
+        self._default = "eigen"
         self._solvers = self._build_solvers("eigen")
         self.blocks, self._kinds = [], {}
         for block in blocks:
@@ -523,16 +524,17 @@ class Registration:
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
         for full, parameter in self._survey.parameters:
-            if id(parameter) in self._in_block:
+            key = id(parameter)
+            if key in self._in_block:
                 continue
-            if not parameter.requires_grad and id(parameter) not in self._choices.kept:
-                self._reasons.setdefault(id(parameter), FROZEN)
+            if self._is_frozen(parameter):
+                self._reasons.setdefault(key, FROZEN)
                 continue
-            sharers = self._survey.sharers[id(parameter)]
+            sharers = self._survey.sharers[key]
             module, name = next(iter(sharers.items()))
             if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
-            self._reasons.setdefault(id(parameter), reason)
+            self._reasons.setdefault(key, reason)
             if self._auxiliary is not None:
                 self._build_auxiliary(full, parameter, module, name, self._auxiliary)
 
@@ -777,8 +779,9 @@ class _ByPattern:
 def _require_helpers(layers: Mapping[str, object]) -> None:
     """Check the values of ``layers``."""
     for pattern, helper in layers.items():
-        is_helper = isinstance(helper, type) and issubclass(helper, LayerHelper)
-        if helper != "all" and not is_helper:
+        if helper == "all":
+            continue
+        if not (isinstance(helper, type) and issubclass(helper, LayerHelper)):
             raise TypeError(
                 f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
             )

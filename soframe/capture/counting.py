@@ -182,7 +182,7 @@ class Observed:
     def masked(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Yield vectors of a mean over all terms, with weights, for the mean over these terms."""
+        """Turn vectors of a mean over all terms, and their weights, into those of these alone."""
         for vector, weight in vectors:
             masked = list(vector)
             for index, mask in enumerate(self.masks):
@@ -337,14 +337,14 @@ class Passes:
         if batch not in backward.batches:
             backward.certain = False
             backward.batches.append(batch)
-        if len(backward.batches) > 1 and any(batch.declared for batch in backward.batches):
-            self.fail(
-                ValueError(
-                    "one backward pass went through forward passes of several count(): call "
-                    "it once for all forward passes of a loss"
+            if any(batch.declared for batch in backward.batches):
+                self.fail(
+                    ValueError(
+                        "one backward pass went through forward passes of several count(): call "
+                        "it once for all forward passes of a loss"
+                    )
                 )
-            )
-        if terms is not None and terms != backward.samples:
+        if terms not in (None, backward.samples):
             self.fail(
                 ValueError(
                     f"one backward pass went through forward passes of {backward.samples} and of "
@@ -385,8 +385,9 @@ class Passes:
                 terms = 0
             elif batch.rows is not None:
                 terms = call_terms
-        # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
-        # called without a batch; unless the one is of positions, which come first.
+        # Gradients reach the layer nearest to the loss first. If that has one sample where the root
+        # shows several, the root was called without a batch: but not if the root shows as many as
+        # the layer has positions, [T, 1, features].
         size = root.size or call_samples
         lacks_batch = call_samples == 1 and size not in (1, call_rows)
         if lacks_batch:

@@ -62,7 +62,7 @@ class LayerCall(NamedTuple):
     """One complete call of a layer."""
 
     helper: LayerHelper  # the helper of the module that was called
-    inputs: tuple[Tensor, ...]  # the tensors of the call; empty where the window does not need them
+    inputs: tuple[Tensor, ...]  # the tensors of the call; empty unless `reads`
     gradient: Tensor  # the gradient of the output
     number: int  # the number of the backward pass within the window
     # The probe that brought the gradient; None for the loss's own backward pass.
@@ -71,6 +71,7 @@ class LayerCall(NamedTuple):
     root: Sight  # the inputs and outputs of the root in this forward pass
     # The number of another backward pass of the window through the same call, or None.
     earlier: int | None
+    reads: bool  # whether the window needs the inputs
     # Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its values, the rows
     # of all samples, ``[rows, ...]``.
     is_ragged: bool = False
@@ -89,9 +90,9 @@ _compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_cal
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    With a helper it is of a layer, after its call. With layers it is of the root that has them,
-    before its call, when the output is an ellipsis, and after. With a module, which takes sequences
-    first, it is before its call.
+    The target is the helper of a layer, which is hooked after its calls; or the `Layers` of the
+    root, before its calls, with an ellipsis for the output, and after; or a layer that takes
+    sequences first, before its calls.
     """
 
     def __init__(self, capture: Capture, target: LayerHelper | Layers | nn.Module) -> None:
@@ -526,7 +527,8 @@ class Capture:
         assert sink is not None
         with torch.no_grad(), within(self.precision):
             for helper, of_samples in rows.items():
-                sink(LayerCall(helper, (), of_samples, number, probe, batch, root, None))
+                reads = self._reads(helper, probe)
+                sink(LayerCall(helper, (), of_samples, number, probe, batch, root, None, reads))
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -534,7 +536,7 @@ class Capture:
         try:
             for end, gradient in pairs:
                 if end.pending is not None and gradient is not None:
-                    self._on_gradient(end.pending, end.pending.saved, gradient)
+                    end.pending(gradient)
         finally:
             self._delivering = False
 
@@ -750,13 +752,10 @@ class Capture:
             self.ended(reached)
 
     def _on_gradient(self, call: _Pending, saved: Sequence[SavedTensor], gradient: Tensor) -> None:
-        helper, batch = call.helper, call.batch
-        # A layer that was frozen, thawed or replaced since its forward has another helper now.
-        if self._sampling or not self.enabled or helper not in self.names:
+        # The latter were called in a window of other turns: some layers' inputs were not kept.
+        if self._sampling or call.without_inputs != self.without_inputs:
             return
-        if call.without_inputs != self.without_inputs:
-            return  # called in a window of other turns: some layers' inputs were not kept
-        calls = self.calls
+        helper, batch, calls = call.helper, call.batch, self.calls
         number = calls.current  # of the loss, or of a probe
         assert number is not None
         if calls.first_batch is None:
@@ -765,22 +764,24 @@ class Capture:
         if window is not calls or earlier == number:
             earlier = None
         batch.closed = True  # the next forward pass is of another one
-        if gradient.dtype == torch.float16 and not calls.half:
-            calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
+        if gradient.dtype == torch.float16:
+            calls.half |= any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
             # A context takes a while, even without effect.
             without_graph = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
             with without_graph, within(self.precision):
-                inputs = self._unpacked(helper, saved)
+                probe = self._probe
+                reads = self._reads(helper, probe)
+                inputs = _unpacked(saved) if reads else ()
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
                 is_ragged = gradient.is_nested
                 gradient = _values(gradient)
                 if call.view is not None:
                     gradient = call.view(gradient)
-                root, probe = call.forward.root, self._probe
+                root = call.forward.root
                 complete = LayerCall(
-                    helper, inputs, gradient, number, probe, batch, root, earlier, is_ragged
+                    helper, inputs, gradient, number, probe, batch, root, earlier, reads, is_ragged
                 )
                 assert self.sink is not None
                 with sharding.shaped(helper.module._parameters.values()):
@@ -789,13 +790,11 @@ class Capture:
             error.add_note(f"soframe: in the statistics of {self.names.get(helper)!r}")
             self.raise_or_defer(error, helper)
 
-    def _unpacked(self, helper: LayerHelper, saved: Sequence[SavedTensor]) -> tuple[Tensor, ...]:
-        """Return the inputs of a call, where this backward pass needs them."""
-        is_repeated = self._probe is not None and not self._probe.first
-        if is_repeated and helper not in self.rereading:
-            return ()
-        inputs = map(SavedTensor.unpack, saved)
-        return tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
+    def _reads(self, helper: LayerHelper, probe: Probe | None) -> bool:
+        """Return whether a probe, or the loss's backward pass, needs the inputs of a helper."""
+        if helper in self.without_inputs:
+            return False
+        return probe is None or probe.first or helper in self.rereading
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -818,19 +817,19 @@ class _Pending:
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
         """Take the gradient: of a tensor itself, of a node the gradients of all its outputs."""
         capture, saved = self.capture(), self.saved
-        if capture is None:
+        # A layer that was frozen, thawed or replaced since its forward has another helper now.
+        if capture is None or not capture.enabled or self.helper not in capture.names:
             return
-        # autograd.grad passes through here without adding to any parameter's gradient.
-        is_of_loss = capture._probe is None and self.adds_to_gradients()
-        if is_of_loss and capture.enabled and self.helper in capture.names:
+        if capture._probe is None:
+            # autograd.grad passes through here without adding to any parameter's gradient.
+            if not self.adds_to_gradients():
+                return
             capture.calls.enter(capture._on_end)
             capture.calls.reached.add(self.helper)
-        is_wanted = is_of_loss
-        if capture.probing:
-            # Nodes, which receive a tuple, have calls inside modules: `probe` brings them theirs.
-            is_wanted = capture._probe is not None and not isinstance(received, tuple)
-        if not is_wanted:
-            return
+            if capture.probing:
+                return  # statistics come from probes alone
+        elif isinstance(received, tuple):
+            return  # a node of a call inside a module, to which `probe` brings its gradient
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
             self.saved = ()
@@ -925,6 +924,12 @@ def _starts(
 
 
 _NOTHING = nullcontext()
+
+
+def _unpacked(saved: Sequence[SavedTensor]) -> tuple[Tensor, ...]:
+    """Return the inputs of a call."""
+    inputs = map(SavedTensor.unpack, saved)
+    return tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """The root module's inputs and outputs, which show the batch of a forward pass.
 
-The batch N is the first dimension common to inputs and outputs. If they have two in common, inputs
-of a layer with ``batch_first=False`` show which one is N. If they have none, it is the second
-dimension of outputs ``[T, N, features]``, if that is the inputs' first one, as for a CTC loss, or
-of outputs ``[K, N]``, K draws of each sample; otherwise the outputs' first one, of which the loss
-is: so of sequences ``[T, N, features]`` to outputs ``[N, classes]``, lists of images, and nodes of
-graphs to outputs of graphs. If outputs are several rows of each sample, their rows are the terms.
-Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the model has V rows, are a language
-model: each token has a term.
+The number of samples N is seen in the sizes of inputs and outputs:
+
+- It is the first size, if inputs and outputs have one in common. If their first two sizes agree,
+  inputs of a layer with ``batch_first=False`` show which of them is N.
+- If they have none in common, N is the second size of outputs ``[T, N, features]`` of inputs
+  ``[N, ...]``, as for a CTC loss, or of inputs ``[T, N, features]`` to outputs ``[N, classes]``.
+- If outputs are several rows of each sample, these rows are the terms.
+- Outputs ``[K, N]`` may be K draws of each sample. Of other outputs N is the first size, since the
+  loss is of them: as of lists of images, and of nodes of graphs to outputs of graphs.
+- Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the model has V rows, are a
+  language model: each token has a term.
 
 Two forward passes are of the same samples if they have the same inputs, or slices of the positions
 of one tensor, or one has outputs of the other as inputs. Slices along the batch are other samples.
@@ -15,6 +18,7 @@ of one tensor, or one has outputs of the other as inputs. Slices along the batch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -89,24 +93,26 @@ class Region:
         """Return the region of a plain tensor; None for another."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        base, steps = tensor._base, list(tensor.stride())
-        # A layer's output [N, T, features] may be a view of its product [N T, features].
-        if base is not None and base.dim() == tensor.dim() and not base.requires_grad:
-            dims = sorted(range(base.dim()), key=tensor.stride)
-            for dim, step in zip(dims, sorted(base.stride()), strict=True):
-                steps[dim] = step
+        steps, is_indexed = list(tensor.stride()), False
+        if (base := tensor._base) is not None:
+            is_indexed = base.dim() > tensor.dim()
+            # A layer's output [N, T, features] may be a view of its product [N T, features].
+            if base.dim() == tensor.dim() and not base.requires_grad:
+                dims = sorted(range(base.dim()), key=tensor.stride)
+                for dim, step in zip(dims, sorted(base.stride()), strict=True):
+                    steps[dim] = step
         return Region(
             StorageWeakRef(tensor.untyped_storage()),
             int(tensor.storage_offset()),
             tensor.shape,
             tensor.stride(),
             tuple(steps),
-            base is not None and base.dim() > tensor.dim(),
+            is_indexed,
         )
 
     def has_samples_of(self, other: Region, dim: int) -> bool | None:
-        """Return whether two regions of a storage are of the same samples; None if unknown."""
-        if len(self.shape) <= dim or self.stride != other.stride:
+        """Return whether two regions are of the same samples; None if unknown."""
+        if self.storage != other.storage or self.stride != other.stride:
             return None
         if self.stride[dim] == 0:
             return None  # one row for all samples, such as a time step, a position or a mask
@@ -161,17 +167,14 @@ class Sight:
         if _meet(self.inputs, other.outputs) or _meet(other.inputs, self.outputs):
             return True
         answer: bool | None = None
-        for region in self.inputs:
+        for region, previous in itertools.product(self.inputs, other.inputs):
             if len(region.shape) <= self.dim or region.shape[self.dim] != self.size:
                 continue
-            for previous in other.inputs:
-                if region.storage != previous.storage:
-                    continue
-                are_same = region.has_samples_of(previous, self.dim)
-                if are_same is False:
-                    return False  # a tensor that all passes have, such as a mask, may be the same
-                if are_same:
-                    answer = True
+            are_same = region.has_samples_of(previous, self.dim)
+            if are_same is False:
+                return False  # a tensor that all passes have, such as a mask, may be the same
+            if are_same:
+                answer = True
         return answer
 
     def has(self, tensor: Tensor) -> bool:
@@ -243,8 +246,28 @@ def _of_different_lengths(
     length = common(lengths)
     if length is None:
         return sight  # the outputs have no rows
-    scored = _of_scores(sight, inputs, outputs, length)
-    return scored or _of_outputs(sight, inputs, length)
+    return _of_length(sight, inputs, outputs, length)
+
+
+def _of_length(
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
+) -> Sight:
+    """Return the batch of inputs and outputs, which are all of a length that no input has."""
+    either = f"{_shown(inputs, outputs)}, of which either may be the batch"
+    is_second = length in {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
+    seconds = {second for _, second in _leading_sizes(outputs)}
+    size = common(seconds & {len(tensor) for tensor in inputs})
+    if size is not None:  # outputs [T, N, features] of inputs [N, ...]
+        is_certain = length % size > 0 and not is_second
+        return replace(sight, size=size, question="" if is_certain else either)
+    if is_second:
+        return replace(sight, size=length, dim=1)
+    if sight.size is not None and length % sight.size == 0:
+        return replace(sight, terms=length)  # several rows of each sample
+    # Perhaps outputs [K, N], K draws for each of the N samples of all inputs.
+    if {tensor.shape for tensor in outputs} == {(length, sight.size)}:
+        return replace(sight, question=either)
+    return replace(sight, size=length)
 
 
 def _tables(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -255,7 +278,7 @@ def _tables(inputs: Sequence[Tensor]) -> list[Tensor]:
 def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:
     """Return the batch of a forward pass that computed the loss within the model."""
     if sight.question:
-        return replace(sight, size=None, asks_of_tokens=False)
+        return replace(sight, size=None)
     if not integers:
         return sight
     return replace(sight, question=f"it takes integers {_shapes(integers)}", asks_of_tokens=True)
@@ -270,14 +293,15 @@ def _with_tokens(
 ) -> Sight:
     """Return the batch with its tokens, if an output has a row for each of the integers."""
     for tensor in outputs:
-        features = tensor.shape[-1] if tensor.dim() > 1 else 1
-        tokens = entries(tensor) // max(1, features)
-        of_size = [table for table in integers if entries(table) == tokens]
-        is_flat = tensor.dim() == 2  # the tokens are perhaps flattened
-        if not any(is_flat or table.shape == tensor.shape[:-1] for table in of_size):
+        words = tensor.shape[-1]
+        tokens = entries(tensor) // max(1, words)
+        shapes = {table.shape for table in integers if entries(table) == tokens}
+        if tensor.dim() > 2:  # else the tokens are perhaps flattened
+            shapes &= {tensor.shape[:-1]}
+        if not shapes:
             continue
-        if features in rows:
-            return replace(sight, tokens=tokens, by_token=True, words=features, question="")
+        if words in rows:
+            return replace(sight, tokens=tokens, by_token=True, words=words, question="")
         if not sight.question:
             sight = replace(sight, question=_shown(inputs, outputs), asks_of_tokens=True)
     return sight
@@ -310,47 +334,6 @@ def _of_sequences(
 def _leading_sizes(tensors: Iterable[Tensor]) -> set[tuple[int, ...]]:
     """Return the first two sizes of the tensors with more dimensions."""
     return {tuple(tensor.shape[:2]) for tensor in tensors if tensor.dim() > 2}
-
-
-def _of_scores(
-    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
-) -> Sight | None:
-    """Return the batch of outputs ``[T, N, features]`` of inputs ``[N, ...]``; None for others."""
-    seconds = {second for _, second in _leading_sizes(outputs)}
-    size = common(seconds & {len(tensor) for tensor in inputs})
-    if size is None:
-        return _of_draws(sight, inputs, outputs, length)
-    question = ""
-    if length % size == 0 or _has_second(inputs, length):
-        question = f"{_shown(inputs, outputs)}, of which either may be the batch"
-    return replace(sight, size=size, question=question)
-
-
-def _of_draws(
-    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
-) -> Sight | None:
-    """Return the batch of outputs ``[K, N]``, K draws for each of the N samples of all inputs."""
-    size = sight.size
-    if size is None or {tensor.shape for tensor in outputs} != {(length, size)}:
-        return None
-    # Perhaps crops of samples, or sequences ``[T, K, features]``, with as many classes as N, or T.
-    if length % size == 0 or _has_second(inputs, length):
-        return None
-    return replace(sight, question=f"{_shown(inputs, outputs)}, of which either may be the batch")
-
-
-def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int) -> Sight:
-    """Return the batch of outputs of one length, which no input has."""
-    if _has_second(inputs, length):
-        return replace(sight, size=length, dim=1)
-    size = sight.size or length
-    if length > size and length % size == 0:
-        return replace(sight, terms=length)  # several rows of each sample
-    return replace(sight, size=length)
-
-
-def _has_second(tensors: Sequence[Tensor], length: int) -> bool:
-    return any(tensor.dim() > 1 and tensor.shape[1] == length for tensor in tensors)
 
 
 def common(numbers: Collection[int]) -> int | None:

@@ -102,11 +102,11 @@ class Draw:
         samples that are not padding, None for all.
         """
         inputs, rows = call
-        if data is None and not self.sampler.draws:
-            return inputs, rows, 1.0
-        unit, total, size = _units(helper, rows, by_sample, data)
+        if helper.unit is None:
+            return inputs, rows, 1.0  # it cannot be split
+        unit, total, size = _units(helper.unit, rows, by_sample, data)
         count = self._count(total, size)
-        if unit is None or (count >= total and data is None):
+        if count >= total and data is None:
             return inputs, rows, 1.0
         key = (number, total, count, rows.device, data is None, unit)
         if key not in self._indices:
@@ -150,16 +150,14 @@ class Draw:
 
 
 def _units(
-    helper: LayerHelper, rows: Tensor, by_sample: bool, data: DataRows | None
-) -> tuple[Unit | None, int, int]:
-    """Return the drawn unit, None for the whole call; the number of units; the rows of each."""
+    unit: Unit, rows: Tensor, by_sample: bool, data: DataRows | None
+) -> tuple[Unit, int, int]:
+    """Return the unit that is drawn, given a helper's; the number of units; the rows of each."""
     _, batch, shared, _ = rows.shape
     if data is not None:
         if data.unit == "row":
             shared = 1
         return data.unit, len(data.indices), shared
-    if helper.unit == "row" and not by_sample:
+    if unit == "row" and not by_sample:
         return "row", batch * shared, 1
-    if helper.unit is None:
-        return None, batch, shared
     return "sample", batch, shared

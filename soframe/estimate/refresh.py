@@ -94,9 +94,9 @@ class Refresh:
     def _warn_of_intervals(self, blocks: Sequence[Block], solve_every: int) -> None:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
-        # Only statistics of calls have an interval of their own.
         if pair in self._warned_of:
             return
+        # Only statistics of calls have an interval of their own.
         if any(block.captured for block in blocks if block.tensors):
             self._warned_of.add(pair)
             if (conflict := mismatch(*pair)) is not None:

@@ -100,8 +100,6 @@ class Accumulator:
                 rereading += block.helpers
         self._rereading = frozenset(rereading)
         self._sharing = _may_share(self._block_of)
-        # Layers whose inputs are needed on this rank in the window under way.
-        self._reading: set[LayerHelper] = set()
         # The capture has this object. In a circle of strong references its hooks would be left to
         # the garbage collector, which may run while the model of a dropped curvature is copied.
         self._capture: Capture = weakref.proxy(capture)
@@ -120,7 +118,8 @@ class Accumulator:
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
-        alike = _all_contribute(self._placed)
+        pairs = [pair for pair in self._pairs if pair[0].captured]
+        alike = not any(place.partial(block.factors) for block, place in pairs)
         self._capture.listen(self.add, names, self._rereading, alike=alike, roots=roots)
 
     def begin(
@@ -141,7 +140,6 @@ class Accumulator:
         if former is not None:
             passes, calls = former.passes, former.calls
         tallies: dict[Block, Tally] = {}
-        self._reading = set()
         without_inputs: set[LayerHelper] = set()
         no_statistics: set[LayerHelper] = set()
         if gathered:  # else the capture is off, and needs no sets
@@ -152,8 +150,6 @@ class Accumulator:
                     no_statistics.add(helper)
                 if self._readers[block].isdisjoint(tallies[block].gathered):
                     without_inputs.add(helper)
-                else:
-                    self._reading.add(helper)
         draw = Draw(self._sampler, step)
         self.window = Window(frozenset(gathered), self._block_of, passes, draw, tallies, calls)
         self._capture.begin(
@@ -194,7 +190,6 @@ class Accumulator:
         """Count the rows of a call, and add their moments to the sums; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
         _, batch, shared, _ = rows.shape
-        has_data = _sizes(data, batch, shared)[1] > 0
         users, size = 1, backward.size_of(call.root)
         if self._lacks_batch(block, helper, batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
@@ -204,32 +199,27 @@ class Accumulator:
         if block.method.reduces:  # all positions of a sample make one row
             shared = 1
         reached = None
-        if block.has_rows_by_group and helper in self._reading:
+        if block.has_rows_by_group and call.reads:
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
-        loss_scale, is_repeated = 1.0, False
+        loss_scale = 1.0
         if probe is None:
             loss_scale = self.window.passes.loss_scale(backward)
+        tally = self.window.tallies[block]
+        factors = [f for f in self._contributed[block] if f.name in tally.gathered]
+        if probe is None or probe.first:
+            weight = users * self.window.weight
+            tally.counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
         else:
             # Several probes go through the same call, whose samples and inputs count once.
-            is_repeated = not probe.first
-        if not is_repeated:
-            counts, weight = self.window.tallies[block].counts, users * self.window.weight
-            counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
-
-        factors = self._gathered(block)
-        if factors and has_data:
+            factors = [factor for factor in factors if factor.reads != "inputs"]
+        if factors and rows_of_data > 0:
             scale = self._scale.call(
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
             with self._placed.backend.phases("accumulate"):
                 for part, part_rows, part_data in _split(factors, rows, data):
-                    self._sum(block, part, call, part_rows, part_data, scale, is_repeated)
-
-    def _gathered(self, block: Block) -> list[FactorSpec]:
-        """Return the factors of a block to which this rank contributes in this window."""
-        names = self.window.tallies[block].gathered
-        return [factor for factor in self._contributed[block] if factor.name in names]
+                    self._sum(block, part, call, part_rows, part_data, scale)
 
     def _lacks_batch(
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
@@ -237,11 +227,12 @@ class Accumulator:
         """Return whether a call's rows are shared by all samples, as a table's are."""
         if batch == size:
             return False
-        lacks = helper.lacks_batch(batch, shared, size)
-        if not lacks and batch > 1 and batch % size > 0:
+        if helper.lacks_batch(batch, shared, size):
+            # A single sample of a layer that gets a part of the batch at other times is no table.
+            return block not in self._routed
+        if batch > 1 and batch % size > 0:
             self._routed.add(block)
-        # A single sample of a layer that gets a part of the batch at other times is no table.
-        return lacks and block not in self._routed
+        return False
 
     def _adds(self, block: Block, call: LayerCall, backward: Pass) -> bool:
         """Return whether a call has new inputs; refuse another gradient of the same outputs."""
@@ -273,26 +264,19 @@ class Accumulator:
         rows: Tensor,
         data: DataRows | None,
         scale: Multipliers,
-        is_repeated: bool,
     ) -> None:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
-        helper, probe = call.helper, call.probe
-        reads = helper in self._reading
-        if is_repeated and helper not in self._rereading:
-            reads = False
-        inputs, part = call.inputs if reads else (), 1.0
+        helper, probe, inputs, part = call.helper, call.probe, call.inputs, 1.0
         if data is not None or self._sampler.draws:
             inputs, rows, part = self.window.draw.take(
                 helper, (inputs, rows), call.number, block.takes_samples, data
             )
         is_first = self.window.tallies[block].counts.calls <= 1
         moments = block.method.statistics(
-            self._call(block, helper, inputs if reads else None, rows, is_first)
+            self._call(block, helper, inputs if call.reads else None, rows, is_first)
         )
         sums = self.window.sums_of(block.stack, factors)
         for factor in factors:
-            if is_repeated and factor.reads == "inputs":
-                continue  # added with the first probe
             multiplier = scale[factor.degree] * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
@@ -347,11 +331,13 @@ class Accumulator:
         data = batch.rows.of(rows.shape[1], rows.shape[2], rows.device)
         if data is None:
             return None
-        if rows.shape[2] == 1 and helper.unit == "sample":
+        unit = helper.unit
+        if unit == "sample" and rows.shape[2] == 1:
             data = data._replace(unit="sample")
-        takes_rows = helper.unit == "row" and not block.method.reduces
-        if helper.unit is None or (data.unit == "row" and not takes_rows):
-            taken = "whole calls" if helper.unit is None else "whole samples"
+        if unit == "row" and block.method.reduces:
+            unit = "sample"
+        if unit not in ("row", data.unit):
+            taken = "whole calls" if unit is None else "whole samples"
             self.window.passes.fail(
                 ValueError(
                     f"count(rows=...) cannot leave single rows out of {block.name!r}: "
@@ -566,12 +552,11 @@ def _reaching(
 
 
 def _by_sample(block: Block, call: LayerCall, *, is_routed: bool) -> LayerCall:
-    """Return a call as a block takes it; raise ValueError if it has no samples, where needed."""
-    if block.takes_samples:
+    """Return a call with its samples first; raise ValueError where a nested tensor hides them."""
+    if not call.is_ragged:
         call = batch_first(call)
-        if not is_routed:
-            call = _unflattened(call)
-    if call.is_ragged and (block.takes_samples or call.helper.unit != "row"):
+        return call if is_routed else _unflattened(call)
+    if block.takes_samples or call.helper.unit != "row":
         raise ValueError(
             f"{type(call.helper).__name__} under {block.method!r} takes whole samples, and a "
             f"nested tensor of sequences of several lengths reaches it: pad them and call "
@@ -599,8 +584,8 @@ def _unflattened(call: LayerCall) -> LayerCall:
     size, rows = call.root.size, len(call.gradient)
     if size is None or not _has_free_rows(call) or call.helper.counts_inputs:
         return call
-    lengths = {len(x) for x in call.inputs}
-    if rows % size > 0 or lengths != {rows} - {size}:
+    positions, rest = divmod(rows, size)
+    if rest > 0 or positions == 1 or {len(x) for x in call.inputs} != {rows}:
         return call
     gradient, *inputs = (x.unflatten(0, (size, -1)) for x in (call.gradient, *call.inputs))
     return call._replace(gradient=gradient, inputs=tuple(inputs))
@@ -675,12 +660,3 @@ def _with_zeros(rows: Tensor, data: DataRows) -> Tensor:
     counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]
     counts.view(-1)[data.indices] = 1
     return rows * counts
-
-
-def _all_contribute(placed: PlacedBlocks) -> bool:
-    """Return whether all ranks contribute to all factors with statistics of calls."""
-    for block, place in placed:
-        for index, factor in enumerate(block.factors):
-            if factor.captured and place.contributing(index) != place.everyone:
-                return False
-    return True

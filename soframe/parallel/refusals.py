@@ -17,7 +17,6 @@ from soframe.blocks.block import Block
 from soframe.parallel.dtensors import meshes, uncomputed, unserved
 from soframe.parallel.tensor_parallel import is_hidden, planned
 from soframe.strategies.placement import Placement
-from soframe.strategies.work import BlockPlacement
 
 _INSTEAD = (
     "shard the model by torch.distributed.fsdp.fully_shard; or use DistributedDataParallel, with "
@@ -153,7 +152,7 @@ def refused_together(
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
         in_plan = not of_plans.keys().isdisjoint(block.parameters.values())
-        if in_plan and not _all_contribute(block, place):
+        if in_plan and place.partial(block.factors):
             return (
                 f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
                 f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
@@ -183,9 +182,3 @@ def refuse_own_step() -> NoReturn:
         "soframe.integrations.deepspeed.DeepSpeedPreconditioner, with the same method=; or "
         "shard the model by torch.distributed.fsdp.fully_shard"
     )
-
-
-def _all_contribute(block: Block, place: BlockPlacement) -> bool:
-    """Return whether all ranks take the statistics of all factors that are made of calls."""
-    captured = [index for index, factor in enumerate(block.factors) if factor.captured]
-    return all(set(place.contributing(index)) == set(place.everyone) for index in captured)

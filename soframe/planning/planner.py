@@ -506,7 +506,7 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
         sent=sent,
         timing=schedule.timing(statistics_every, solve_every, turns),
         intervals=intervals,
-        exact=_exact(placement),
+        exact=not any(s.place.partial(s.work.factors) for s in placement.stacked),
     )
 
 
@@ -605,15 +605,6 @@ def _memory(
         sizes |= {"held": held, "window": short.window, "transient": short.solving}
         of_parts.append({**sizes, "total": held + short.most})
     return max(of_parts, key=lambda sizes: sizes["total"])
-
-
-def _exact(placement: Placement) -> bool:
-    """Return whether all ranks contribute to the statistics of each factor."""
-    for stack in placement.stacked:
-        for index, factor in enumerate(stack.work.factors):
-            if factor.captured and stack.place.contributing(index) != stack.place.everyone:
-                return False
-    return True
 
 
 def _strategy_as_code(strategy: Strategy) -> str:

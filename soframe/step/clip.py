@@ -80,10 +80,10 @@ def clip_updates(
     for name, total in totals.items():
         # A bound over zero is infinite, and limited like others.
         factors[name] = clips[name].factor(total, plan.bounds[name]).clamp(max=1.0)
-    if factors:
+    if scaled and factors:
         # The factors stay on the device: comparing them here would make the host wait.
         smallest = reduce(torch.minimum, factors.values())
-        _scale(scaled, smallest.to(scaled[0].dtype if scaled else smallest.dtype))
+        _scale(scaled, smallest.to(scaled[0].dtype))
     return factors
 
 
@@ -118,7 +118,7 @@ def _total(
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by one factor, in place; in one call if all are on its device."""
-    if tensors and all(tensor.device == factor.device for tensor in tensors):
+    if all(tensor.device == factor.device for tensor in tensors):
         torch._foreach_mul_(tensors, factor)
     else:
         for tensor in tensors:

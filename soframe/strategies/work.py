@@ -207,6 +207,14 @@ class BlockPlacement:
         """Return the ranks that contribute statistics to a factor."""
         return self.contributors[factor] if self.contributors else self.everyone
 
+    def partial(self, factors: Sequence[FactorSpec]) -> list[int]:
+        """Return the factors with statistics of calls to which only some ranks contribute."""
+        partial: list[int] = []
+        for index, ranks in enumerate(self.contributors):
+            if factors[index].captured and ranks != self.everyone:
+                partial.append(index)
+        return partial
+
     def holding(self, factor: int) -> tuple[int, ...]:
         """Return the ranks that hold a running factor."""
         return self.holders[factor] if self.holders else self.everyone

@@ -716,14 +716,14 @@ def test_a_batch_in_chunks_is_the_batch_under_the_default_clip(method: str) -> N
 
 
 class Sum(nn.Module):
-    """Sums over the second dimension."""
+    """Sums over the positions, which are the second dimension, or another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int = 1) -> None:
         super().__init__()
-        self.inner = nn.Linear(3, 4)
+        self.inner, self.dim = nn.Linear(3, 4), dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).tanh().sum(1)
+        return self.inner(x).tanh().sum(self.dim)
 
 
 SLICES: dict[str, Callable[[Tensor], list[Tensor]]] = {
@@ -749,6 +749,19 @@ def test_slices_of_sequences(name: str, is_transposed: bool) -> None:
         own.step()
         rows = torch.cat([with_ones(part).flatten(0, 1) for part in parts])
         compare(factors(own, "inner")[0][0], rows.T @ rows / 4, "A")
+
+
+@pytest.mark.parametrize("of_positions", [False, True])
+def test_slices_of_sequences_first(of_positions: bool) -> None:
+    """Slices of ``[T, N, features]`` are other samples along the second dimension alone."""
+    model, x = fill(Sum(0)), randn(6, 5, 3)
+    with closing(preconditioner(model)) as own:
+        first, second = [model(part) for part in x.split(3, 0 if of_positions else 1)]
+        output = first + second if of_positions else torch.cat([first, second])
+        output.square().sum(1).mean().backward()
+        own.step()
+        rows = with_ones(x).flatten(0, 1)
+        compare(factors(own, "inner")[0][0], rows.T @ rows / 5, "A")
 
 
 def test_every_second_sample_is_asked_once() -> None:
