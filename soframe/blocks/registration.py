@@ -518,8 +518,8 @@ class Registration:
 
     def _is_free(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is trained, in no block, and not shared by several modules."""
-        is_trained = parameter.requires_grad and id(parameter) not in self._in_block
-        return is_trained and len(self._survey.sharers[id(parameter)]) == 1
+        is_single = len(self._survey.sharers[id(parameter)]) == 1
+        return is_single and id(parameter) not in self._in_block and not self._is_frozen(parameter)
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""

@@ -67,6 +67,19 @@ def test_a_pair_is_one_block_and_other_methods_take_its_layers_apart() -> None:
     assert names == ["1", "2", "0.lora_B.weight"]
 
 
+def test_a_pair_outlasts_a_freeze() -> None:
+    model = adapted()
+    with closing(soframe.Preconditioner(model, LoRAPro())) as preconditioner:
+        for is_trained in (True, False, True):
+            model[0].requires_grad_(is_trained)
+            for number, parameter in enumerate(model.parameters()):
+                gradient = randn(*parameter.shape, seed=number)
+                parameter.grad = gradient if parameter.requires_grad else None
+            preconditioner.step()
+        updates = [block.record.updates for block in preconditioner.curvature.blocks]
+    assert updates == [2, 3, 3]
+
+
 def test_a_pair_that_shares_a_layer_is_no_block() -> None:
     model = adapted()
     other = nn.Linear(5, 2, bias=False)
