@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_routing_under_monte_carlo() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("how", ["observe", "count", "callable"])
+@pytest.mark.parametrize("how", ["observe", "observe, one loss", "count", "callable"])
 def test_routing_forward_only(how: str, parts: int) -> None:
     model, x = fill(Experts()), routed(ROUTES["2 of 6"])
     sizes = [6] if parts == 1 else [1, 3, 2]
@@ -155,10 +156,12 @@ def test_routing_forward_only(how: str, parts: int) -> None:
             if how == "count":
                 own.count(len(part))
             outputs.append(model(part))
-            if how == "observe":
+            if how.startswith("observe"):
                 own.observe(outputs[-1])
             if how == "callable":
                 outputs.pop().sum().backward()
+        if how == "observe, one loss":
+            outputs = [torch.cat(outputs)]
         for output in outputs:
             output.sum().backward()
         own.step()
@@ -946,12 +949,14 @@ def test_forward_passes_may_all_come_first() -> None:
         compare(one, other, "factor")
 
 
-def test_a_pass_of_several_batches_is_an_error() -> None:
+@pytest.mark.parametrize("counted", [(0, 1), (1,)], ids=str)
+def test_a_pass_of_several_batches_is_an_error(counted: Sequence[int]) -> None:
     model, x = fill(chain()), randn(4, 3)
     with closing(preconditioner(model)) as own:
         total = 0.0
-        for part in x.split(2):
-            own.count(2)
+        for number, part in enumerate(x.split(2)):
+            if number in counted:
+                own.count(2)
             total = total + model(part).square().mean() / 2
         total.backward()
         with pytest.raises(ValueError, match="forward passes of several count"):
@@ -1229,12 +1234,15 @@ class Heads(nn.Module):
         return outputs
 
 
-def test_a_last_head_with_one_sample_is_said_once() -> None:
+@pytest.mark.parametrize("positions", [(), (2,)], ids=str)
+def test_a_last_head_with_one_sample_is_said_once(positions: tuple[int, ...]) -> None:
     """It looks like the end of a model that was called without a batch."""
     model, x = fill(Heads()), routed([0, 1, 0, 0])
+    x = x.view(4, *itertools.repeat(1, len(positions)), 3).expand(4, *positions, 3)
+    rows = torch.cat([x[1], torch.ones(*positions, 1).double()], -1).view(-1, 4)
 
     def loss(net: nn.Module, step: int) -> Tensor:
-        return half_square(net(x), x[:, :2])
+        return half_square(net(x), x[..., :2])
 
     with closing(preconditioner(model)) as own:
         with pytest.warns(UserWarning, match=r"one sample.* of 4 samples.*another layer had 3"):
@@ -1243,7 +1251,6 @@ def test_a_last_head_with_one_sample_is_said_once() -> None:
     with closing(preconditioner(model)) as own:
         own.count(4)
         kit.train(model, loss, range(1), own)
-        rows = torch.cat([x[1:2], torch.ones(1, 1).double()], 1)
         compare(factors(own, "heads.1")[0][0], rows.T @ rows / 4, "A of a mean over four")
 
 

@@ -325,14 +325,11 @@ class Passes:
         ``terms`` is their number, if it is declared or observed; ``batch``, ``root`` and ``stage``
         are the call's; ``batches`` are all of the pass at its first call.
         """
-        backward = self.by_number.get(number)
+        backward = self.by_number.get(number) or self._through(batches)
         if backward is None:
-            if terms is None:
-                backward = self._through(batches)
-            if backward is None:
-                backward = self._begin(sizes, terms, batch, root, batches)
-                backward.number, backward.stage = number, stage
-            self.by_number[number] = backward
+            backward = self._begin(sizes, terms, batch, root, batches)
+            backward.number, backward.stage = number, stage
+        self.by_number[number] = backward
         backward.reached.add(sizes[0])
         if batch not in backward.batches:
             backward.certain = False
@@ -342,13 +339,6 @@ class Passes:
                 ValueError(
                     "one backward pass went through forward passes of several count(): call "
                     "it once for all forward passes of a loss"
-                )
-            )
-        if terms is not None and terms != backward.samples:
-            self.fail(
-                ValueError(
-                    f"one backward pass went through forward passes of {backward.samples} and of "
-                    f"{terms} samples: {REMEDY}"
                 )
             )
         return backward
@@ -378,6 +368,10 @@ class Passes:
             by_token = setting == "positions"
         call_samples, call_rows = sizes
         call_terms = call_rows if by_token else call_samples
+        distinct, certain = _of_other_samples(batches)
+        if terms is not None and len(distinct) > 1:  # each is observed
+            observed = [other.terms for other in distinct if other.terms is not None]
+            terms = sum(observed) if len(observed) == len(distinct) else None
         if terms is None:
             if callable(setting):
                 terms = self._called(setting, call_terms)
@@ -393,7 +387,6 @@ class Passes:
             size = 1
         if terms is not None:
             return Pass(terms, size, lacks_batch, is_declared=True, batches=list(batches))
-        distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
             if root.size == 1:  # others may show more
