@@ -963,6 +963,16 @@ def test_a_pass_of_several_batches_is_an_error(counted: Sequence[int]) -> None:
             own.step()
 
 
+def test_a_forward_pass_that_was_reached_before_is_asked_of() -> None:
+    model, x = fill(chain()), randn(9, 3)
+    with closing(preconditioner(model, fisher="forward-only")) as own:
+        loss = model(x[:4]).square().sum()
+        loss.backward(retain_graph=True)
+        (loss + model(x[4:]).square().sum()).backward()
+        with pytest.warns(UserWarning, match=r"2 forward passes \(of 5 and 4 samples\)"):
+            own.step()
+
+
 def test_nothing_is_asked_between_statistics() -> None:
     model, x = fill(chain()), randn(4, 3)
     with closing(preconditioner(model, statistics_every=2)) as own:

@@ -693,6 +693,13 @@ def test_ranks_need_what_is_planned(strategy: Any, method: str, make: Any, world
             assert least * planned <= recorded <= 1.05 * planned
 
 
+def test_parts_of_several_owners_are_joined_one_after_another() -> None:
+    """All at once would need 15 % more."""
+    widths = (40, 30, 20, 10, 50, 60)
+    (recorded, planned), _ = peaks(lambda: dense(*widths), "kfac", CommOpt(), rank=3, world=4)
+    assert 0.95 * planned <= recorded <= planned
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=2)], ids=describe)
 def test_buffers_of_updates_are_read_and_freed_one_by_one(
