@@ -131,7 +131,7 @@ class Draw:
         rows = self.sampler.rows
         if isinstance(rows, int):
             return min(total, -(-rows // size))
-        return min(total, max(1, round(rows * total)))
+        return max(1, round(rows * total))
 
     def _inputs(
         self,
