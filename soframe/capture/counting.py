@@ -325,7 +325,9 @@ class Passes:
         ``terms`` is their number, if it is declared or observed; ``batch``, ``root`` and ``stage``
         are the call's; ``batches`` are all of the pass at its first call.
         """
-        backward = self.by_number.get(number) or self._through(batches)
+        backward = self.by_number.get(number)
+        if backward is None:
+            backward = self._through(batches)
         if backward is None:
             backward = self._begin(sizes, terms, batch, root, batches)
             backward.number, backward.stage = number, stage
@@ -369,9 +371,7 @@ class Passes:
         call_samples, call_rows = sizes
         call_terms = call_rows if by_token else call_samples
         distinct, certain = _of_other_samples(batches)
-        if terms is not None and len(distinct) > 1:  # each is observed
-            observed = [other.terms for other in distinct if other.terms is not None]
-            terms = sum(observed) if len(observed) == len(distinct) else None
+        is_known = terms is not None
         if terms is None:
             if callable(setting):
                 terms = self._called(setting, call_terms)
@@ -379,6 +379,8 @@ class Passes:
                 terms = 0
             elif batch.rows is not None:
                 terms = call_terms
+        elif len(distinct) > 1:
+            terms = None  # each is observed
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
         size = root.size or call_samples
@@ -393,7 +395,9 @@ class Passes:
                 samples = _added_up(distinct, "batch", samples)
         else:
             samples = _added_up(distinct, setting, call_terms)
-        return Pass(samples, size, lacks_batch, certain=certain, batches=list(batches))
+        return Pass(
+            samples, size, lacks_batch, is_declared=is_known, certain=certain, batches=list(batches)
+        )
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         """Return the number of a callable ``samples``, or another one after an error."""
@@ -495,12 +499,14 @@ class Passes:
 
 
 def _added_up(batches: Iterable[Batch], setting: Samples, otherwise: int) -> int:
-    """Return the terms that the roots of forward passes show, or another number if one has none."""
+    """Return the terms of forward passes, observed or of roots; another number if one has none."""
     total = 0
     for batch in batches:
         root = batch.forward.root
         terms = root.terms or root.size
-        if setting == "batch":
+        if batch.terms is not None:
+            terms = batch.terms
+        elif setting == "batch":
             terms = root.size
         elif setting == "positions" or root.by_token:
             terms = root.tokens

@@ -229,7 +229,9 @@ class Window:
 
     def is_empty(self, call: LayerCall) -> bool:
         """Return whether a backward pass goes through no forward pass with samples, at first."""
-        if call.number in self.passes.by_number or not call.root.is_empty:
+        if call.number in self.passes.by_number:
+            return False
+        if not call.root.is_empty:
             return False
         for batch in self.calls.waiting:
             if batch.is_under_way and not batch.forward.root.is_empty:
