@@ -84,6 +84,24 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(ranks):
                 assert f"[{ranks - 1}]" in errors[index], (name, errors[index])
 
 
+class Settling(CommOpt):
+    """Settles on another strategy, which depends on the rank."""
+
+    def settled(self, circumstances):
+        return MemOpt() if circumstances.backend.rank == 1 else HybridOpt()
+
+
+def settle_differently(rank: int, ranks: int) -> str:
+    with pytest.raises(ValueError, match="placement") as caught:
+        Preconditioner(model_of((3, 4, 2)), strategy=Settling(), statistics_every=1)
+    return str(caught.value)
+
+
+def test_ranks_that_settle_on_other_strategies_are_told_so():
+    for error in run_ranks(settle_differently, 3):
+        assert "the placement of rank(s) [1] differs from rank 0's" in error
+
+
 @pytest.mark.parametrize("how", ["work", "ranks"])
 def test_a_placement_of_something_else_is_refused(how):
     with pytest.raises(ValueError, match="strategy 'mem-opt' placed other work, or for other ra"):
