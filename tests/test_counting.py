@@ -169,6 +169,32 @@ def test_routing_forward_only(how: str, parts: int) -> None:
         compare(blocks(own)["experts.0"].running["A"][0], rows.T @ rows / 6, "A")
 
 
+class Crop(nn.Module):
+    """Takes samples behind another dimension, and returns all rows and three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.inner(x[0])
+        return rows, rows[:3]
+
+
+def test_observed_samples_that_a_model_does_not_show_add_up() -> None:
+    model, x = fill(Crop()), randn(11, 3)
+    with closing(preconditioner(model, fisher="forward-only")) as own:
+        losses = []
+        for part in x.split(6):
+            outputs, _ = model(part[None])
+            own.observe(outputs)
+            losses.append(outputs.square().sum())
+        torch.stack(losses).sum().backward()
+        own.step()
+        rows = torch.cat([x, torch.ones(11, 1).double()], 1)
+        compare(blocks(own)["inner"].running["A"][0], rows.T @ rows / 11, "A")
+
+
 class Parted(nn.Module):
     """Half of the samples go through the first layer, for any differentiation."""
 
