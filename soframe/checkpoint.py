@@ -263,10 +263,10 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         blocks.update(stage_state["blocks"])
         for kind, of_blocks in stage_state["history"].items():
             history.setdefault(kind, {}).update(of_blocks)
-    counters: dict[str, Any] = {}
-    for name in first["counters"]:
-        counts = [stage_state["counters"][name] for stage_state in parts]
-        counters[name] = max(counts) if name.startswith("skipped") else sum(counts)
+    counters = dict(first["counters"])
+    for name in counters:
+        if not name.startswith("skipped"):  # stages skip the same steps
+            counters[name] = sum(stage_state["counters"][name] for stage_state in parts)
     merged = dict(first)
     for key in (STAGES, "late"):
         merged.pop(key, None)

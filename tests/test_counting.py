@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_routing_under_monte_carlo() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("how", ["observe", "count", "callable"])
+@pytest.mark.parametrize("how", ["observe", "observe, one loss", "count", "callable"])
 def test_routing_forward_only(how: str, parts: int) -> None:
     model, x = fill(Experts()), routed(ROUTES["2 of 6"])
     sizes = [6] if parts == 1 else [1, 3, 2]
@@ -155,15 +156,43 @@ def test_routing_forward_only(how: str, parts: int) -> None:
             if how == "count":
                 own.count(len(part))
             outputs.append(model(part))
-            if how == "observe":
+            if how.startswith("observe"):
                 own.observe(outputs[-1])
             if how == "callable":
                 outputs.pop().sum().backward()
+        if how == "observe, one loss":
+            outputs = [torch.cat(outputs)]
         for output in outputs:
             output.sum().backward()
         own.step()
         rows = torch.cat([x[x[:, 0] == 0], torch.ones(2, 1).double()], 1)
         compare(blocks(own)["experts.0"].running["A"][0], rows.T @ rows / 6, "A")
+
+
+class Crop(nn.Module):
+    """Takes samples behind another dimension, and returns all rows and three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.inner(x[0])
+        return rows, rows[:3]
+
+
+def test_observed_samples_that_a_model_does_not_show_add_up() -> None:
+    model, x = fill(Crop()), randn(11, 3)
+    with closing(preconditioner(model, fisher="forward-only")) as own:
+        losses = []
+        for part in x.split(6):
+            outputs, _ = model(part[None])
+            own.observe(outputs)
+            losses.append(outputs.square().sum())
+        torch.stack(losses).sum().backward()
+        own.step()
+        rows = torch.cat([x, torch.ones(11, 1).double()], 1)
+        compare(blocks(own)["inner"].running["A"][0], rows.T @ rows / 11, "A")
 
 
 class Parted(nn.Module):
@@ -865,8 +894,8 @@ def test_samples_that_are_padding(method: str) -> None:
         compare(one, other, "factor")
 
 
-@pytest.mark.parametrize("rows", [0.5, 3])
-def test_some_of_the_rows_are_some_of_the_data(rows: float) -> None:
+@pytest.mark.parametrize(("rows", "wanted"), [(0.5, 4), (3, 3), (99, 7)])
+def test_some_of_the_rows_are_some_of_the_data(rows: float, wanted: int) -> None:
     x = randn(3, 4, 3)
     model = fill(nn.Linear(3, 2))
     options: dict[str, Any] = {"loss_average": "sum"}
@@ -875,7 +904,6 @@ def test_some_of_the_rows_are_some_of_the_data(rows: float) -> None:
         model(x).square().sum(-1)[KEEP].sum().backward()
         own.step()
         found = factors(own, "Linear")
-    wanted = 3 if rows == 3 else round(0.5 * 7)
     index = chosen(0, 0, 0, 7, wanted)
     with closing(preconditioner(model, **options)) as own:
         model(x[KEEP][index]).square().sum().backward()
@@ -946,15 +974,27 @@ def test_forward_passes_may_all_come_first() -> None:
         compare(one, other, "factor")
 
 
-def test_a_pass_of_several_batches_is_an_error() -> None:
+@pytest.mark.parametrize("counted", [(0, 1), (1,)], ids=str)
+def test_a_pass_of_several_batches_is_an_error(counted: Sequence[int]) -> None:
     model, x = fill(chain()), randn(4, 3)
     with closing(preconditioner(model)) as own:
         total = 0.0
-        for part in x.split(2):
-            own.count(2)
+        for number, part in enumerate(x.split(2)):
+            if number in counted:
+                own.count(2)
             total = total + model(part).square().mean() / 2
         total.backward()
         with pytest.raises(ValueError, match="forward passes of several count"):
+            own.step()
+
+
+def test_a_forward_pass_that_was_reached_before_is_asked_of() -> None:
+    model, x = fill(chain()), randn(9, 3)
+    with closing(preconditioner(model, fisher="forward-only")) as own:
+        loss = model(x[:4]).square().sum()
+        loss.backward(retain_graph=True)
+        (loss + model(x[4:]).square().sum()).backward()
+        with pytest.warns(UserWarning, match=r"2 forward passes \(of 5 and 4 samples\)"):
             own.step()
 
 
@@ -1229,12 +1269,15 @@ class Heads(nn.Module):
         return outputs
 
 
-def test_a_last_head_with_one_sample_is_said_once() -> None:
+@pytest.mark.parametrize("positions", [(), (2,)], ids=str)
+def test_a_last_head_with_one_sample_is_said_once(positions: tuple[int, ...]) -> None:
     """It looks like the end of a model that was called without a batch."""
     model, x = fill(Heads()), routed([0, 1, 0, 0])
+    x = x.view(4, *itertools.repeat(1, len(positions)), 3).expand(4, *positions, 3)
+    rows = torch.cat([x[1], torch.ones(*positions, 1).double()], -1).view(-1, 4)
 
     def loss(net: nn.Module, step: int) -> Tensor:
-        return half_square(net(x), x[:, :2])
+        return half_square(net(x), x[..., :2])
 
     with closing(preconditioner(model)) as own:
         with pytest.warns(UserWarning, match=r"one sample.* of 4 samples.*another layer had 3"):
@@ -1243,7 +1286,6 @@ def test_a_last_head_with_one_sample_is_said_once() -> None:
     with closing(preconditioner(model)) as own:
         own.count(4)
         kit.train(model, loss, range(1), own)
-        rows = torch.cat([x[1:2], torch.ones(1, 1).double()], 1)
         compare(factors(own, "heads.1")[0][0], rows.T @ rows / 4, "A of a mean over four")
 
 

@@ -33,6 +33,7 @@ def test_every_setting_is_in_the_text() -> None:
     assert found.keys() >= settings() | {"steps", "rank", "world_size"}
     assert found["model"] == "Sequential, 4 of 4 trainable parameters in 2 block(s)"
     assert found["method"] == "KFAC() in 2 block(s)"
+    assert found["solver"].endswith(") in 2 block(s)")
     assert found["kl_clip"] == found["auxiliary"] == "None"
     assert found["world_size"] == "1"
     assert " at 0x" not in repr(own)

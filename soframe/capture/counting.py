@@ -327,12 +327,11 @@ class Passes:
         """
         backward = self.by_number.get(number)
         if backward is None:
-            if terms is None:
-                backward = self._through(batches)
-            if backward is None:
-                backward = self._begin(sizes, terms, batch, root, batches)
-                backward.number, backward.stage = number, stage
-            self.by_number[number] = backward
+            backward = self._through(batches)
+        if backward is None:
+            backward = self._begin(sizes, terms, batch, root, batches)
+            backward.number, backward.stage = number, stage
+        self.by_number[number] = backward
         backward.reached.add(sizes[0])
         if batch not in backward.batches:
             backward.certain = False
@@ -344,13 +343,6 @@ class Passes:
                         "it once for all forward passes of a loss"
                     )
                 )
-        if terms not in (None, backward.samples):
-            self.fail(
-                ValueError(
-                    f"one backward pass went through forward passes of {backward.samples} and of "
-                    f"{terms} samples: {REMEDY}"
-                )
-            )
         return backward
 
     def _through(self, batches: Sequence[Batch]) -> Pass | None:
@@ -378,6 +370,8 @@ class Passes:
             by_token = setting == "positions"
         call_samples, call_rows = sizes
         call_terms = call_rows if by_token else call_samples
+        distinct, certain = _of_other_samples(batches)
+        is_known = terms is not None
         if terms is None:
             if callable(setting):
                 terms = self._called(setting, call_terms)
@@ -385,6 +379,8 @@ class Passes:
                 terms = 0
             elif batch.rows is not None:
                 terms = call_terms
+        elif len(distinct) > 1:
+            terms = None  # each is observed
         # Gradients reach the layer nearest to the loss first. If that has one sample where the root
         # shows several, the root was called without a batch: but not if the root shows as many as
         # the layer has positions, [T, 1, features].
@@ -394,14 +390,15 @@ class Passes:
             size = 1
         if terms is not None:
             return Pass(terms, size, lacks_batch, is_declared=True, batches=list(batches))
-        distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
             if root.size == 1:  # others may show more
                 samples = _added_up(distinct, "batch", samples)
         else:
             samples = _added_up(distinct, setting, call_terms)
-        return Pass(samples, size, lacks_batch, certain=certain, batches=list(batches))
+        return Pass(
+            samples, size, lacks_batch, is_declared=is_known, certain=certain, batches=list(batches)
+        )
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         """Return the number of a callable ``samples``, or another one after an error."""
@@ -503,12 +500,14 @@ class Passes:
 
 
 def _added_up(batches: Iterable[Batch], setting: Samples, otherwise: int) -> int:
-    """Return the terms that the roots of forward passes show, or another number if one has none."""
+    """Return the terms of forward passes, observed or of roots; another number if one has none."""
     total = 0
     for batch in batches:
         root = batch.forward.root
         terms = root.terms or root.size
-        if setting == "batch":
+        if batch.terms is not None:
+            terms = batch.terms
+        elif setting == "batch":
             terms = root.size
         elif setting == "positions" or root.by_token:
             terms = root.tokens

@@ -108,7 +108,7 @@ class Draw:
         count = self._count(total, size)
         if count >= total and data is None:
             return inputs, rows, 1.0
-        key = (number, total, count, rows.device, data is None, unit)
+        key = (number, total, count, rows.device, data is None)
         if key not in self._indices:
             self._indices[key] = self._index(number, total, count, rows.device, data)
         index = self._indices[key]
@@ -131,7 +131,7 @@ class Draw:
         rows = self.sampler.rows
         if isinstance(rows, int):
             return min(total, -(-rows // size))
-        return min(total, max(1, round(rows * total)))
+        return max(1, round(rows * total))
 
     def _inputs(
         self,
@@ -143,7 +143,7 @@ class Draw:
     ) -> tuple[Tensor, ...]:
         """Return the same tensor for the same input, so that layers can share its moment."""
         inputs_key, memory = content(inputs)
-        now = (key, unit, type(helper), inputs_key)
+        now = (key, type(helper), inputs_key)
         if self._last is None or self._last.key != now:
             self._last = _Taken(now, memory, helper.take_inputs(inputs, index, unit))
         return self._last.inputs

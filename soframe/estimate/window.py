@@ -228,11 +228,11 @@ class Window:
         return self.passes.enter(call.number, sizes, terms, call.batch, call.root, batches, stage)
 
     def is_empty(self, call: LayerCall) -> bool:
-        """Return whether the backward pass of a call goes through no forward pass with samples."""
+        """Return whether a backward pass goes through no forward pass with samples, at first."""
+        if call.number in self.passes.by_number:
+            return False
         if not call.root.is_empty:
             return False
-        if call.number in self.passes.by_number:
-            return self.passes.by_number[call.number].samples == 0
         for batch in self.calls.waiting:
             if batch.is_under_way and not batch.forward.root.is_empty:
                 return False

@@ -210,10 +210,10 @@ class Gated(nn.Module):
 
 def rotated(x: Tensor) -> Tensor:
     """Rotate pairs of features by their position (Su et al., 2021); ``[..., length, features]``."""
-    length, half = x.shape[-2], x.shape[-1] // 2
+    first, second = x.chunk(2, dim=-1)
+    *_, length, half = first.shape
     rates = 10_000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
     angles = torch.arange(length, dtype=x.dtype, device=x.device)[:, None] * rates
-    first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

@@ -219,8 +219,9 @@ class Fit:
             outputs, value = call_loss(loss, self._model, batch, probed=self._fisher.probed)
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if self._fisher.probed:
-                if not self._capture.counts:  # else some may be left out
-                    number_of_outputs += sum(head.numel() for head in heads_of(outputs))
+                # The noise is of a single loss's outputs, of which count() may leave some out.
+                if isinstance(outputs, Tensor) and not self._capture.counts:
+                    number_of_outputs += outputs.numel()
             else:
                 with self._capture.with_parameters(outputs, value):
                     value.backward()

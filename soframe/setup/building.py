@@ -32,7 +32,7 @@ from soframe.strategies.base import Circumstances, Strategy
 from soframe.strategies.placement import Placement, complete
 from soframe.strategies.work import BlockWork
 
-LATE = 10**6
+LATE = 1_000_000
 """A step at which schedules of intervals have come to rest."""
 
 

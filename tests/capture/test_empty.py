@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -147,3 +147,40 @@ def test_forward_passes_that_are_given_up_wait_no_longer() -> None:
             model(x)
         half_square(model(x), y).backward()
         assert not own.curvature.capture.calls.waiting
+
+
+def backward_together(losses: Sequence[Tensor]) -> None:
+    torch.stack([*losses]).sum().backward()
+
+
+def backward_in_turn(losses: Sequence[Tensor]) -> None:
+    for loss in losses:
+        (loss / len(losses)).backward()
+
+
+def backward_in_reverse(losses: Sequence[Tensor]) -> None:
+    backward_in_turn(losses[::-1])
+
+
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "backward", [backward_together, backward_in_turn, backward_in_reverse], ids=lambda f: f.__name__
+)
+def test_an_empty_forward_pass_before_the_other_was_reached(
+    sizes: Sequence[int], backward: Callable[[Sequence[Tensor]], None]
+) -> None:
+    model, losses = network(), []
+    with closing(preconditioner(model, loss_average="local")) as own:
+        for x, y in batches(sizes):
+            losses.append(half_square(model(x), y) if len(x) else model(x).sum() * 0.0)
+        backward(losses)
+        own.step()
+        found = [*factors(own, "0"), *factors(own, "2")]
+    alone = network()
+    with closing(preconditioner(alone)) as own:
+        ((x, y),) = [part for part in batches(sizes) if len(part[0])]
+        half_square(alone(x), y).backward()
+        own.step()
+        expected = [*factors(own, "0"), *factors(own, "2")]
+    for beside, by_itself in zip(found, expected, strict=True):
+        compare(beside, by_itself, "factor")

@@ -365,6 +365,14 @@ def test_nothing_to_precondition_is_an_error_with_the_reasons() -> None:
         "  200, such as 0.0.weight: Linear: skipped by 'Linear'",
         f"  200, such as 0.1.weight: LayerNorm: {OPTIONAL}",
     ]
+    with (
+        pytest.warns(UserWarning, match="no module"),
+        pytest.raises(ValueError, match="trains the"),
+    ):
+        precondition(layers[0], method={"^0": "soap", "": "kfac"}, skip=["."])
+    with pytest.raises(ValueError, match="nothing to precondition") as error:
+        precondition(layers[0], method="soap", skip=["."])
+    assert "trains these" not in str(error.value)
 
 
 def test_skipped_lazy_module_is_no_error() -> None:

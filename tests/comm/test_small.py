@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,6 +237,8 @@ def test_parcels_share_a_buffer_by_their_ranks() -> None:
     parcels += [parcel(0, everyone), parcel(1, (1,))]
     apart = buckets(backend, parcels)
     assert [[one.source for one in bucket] for bucket in apart] == [[2], [0, 0], [1]]
+    others = [parcel(0, (0, 1)), replace(parcel(0, everyone), dtype=torch.float64)]
+    assert len(buckets(backend, [*parcels, *others])) == 5
     fused = buckets(backend, parcels, fused=True)
     assert [[one.source for one in bucket] for bucket in fused] == [[0, 0, 2], [1]]
     assert buckets(SingleProcess(), parcels) == []
@@ -268,18 +271,18 @@ def test_a_sum_travels_packed(symmetric: bool, form: str) -> None:
     packed = pack_triangle(matrix) if symmetric else matrix
     tensor = {"matrix": matrix, "packed": packed, "zeros": None}[form]
     way = Reduction((0, 1), 0, ())
-    part = Sum(way, (2, 3, 3), torch.float32, torch.float32, CPU, tensor, symmetric)
+    part = Sum(way, (2, 3, 3), torch.float32, torch.float64, CPU, tensor, symmetric)
     assert part.packed_shape == ((2, 6) if symmetric else (2, 3, 3))
     assert part.numel == (12 if symmetric else 18)
     expected = torch.zeros_like(packed) if tensor is None else packed
     assert torch.equal(part.packed(), expected)
-    flat = torch.full((part.numel,), torch.nan)
+    flat = torch.full((part.numel,), torch.nan, dtype=part.wire)
     part.write(flat)
-    assert torch.equal(flat, expected.flatten())
+    assert torch.equal(flat, expected.flatten().double())
     assert part.tensor is None
     part.read(flat)
     assert part.tensor is not None
     assert torch.equal(part.tensor, expected)
     key, size = part.route((0, 1))
-    assert size == 4 * part.numel
-    assert key == ((0, 1), 0, torch.float32, CPU)
+    assert size == 8 * part.numel
+    assert key == ((0, 1), 0, torch.float64, CPU)

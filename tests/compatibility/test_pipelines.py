@@ -353,6 +353,7 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     # Blocks that wait for statistics of new bases are those of all stages.
     late = [seal({**one["own"], "late": [next(iter(one["own"]["blocks"]))]}) for one in states]
     assert checkpoint.merge(late)["late"] == [one["late"][0] for one in late]
+    assert checkpoint.merge(late[:1])["blocks"] == late[0]["blocks"]  # of a pipeline of one stage
     for of_no_stage in ([whole["own"]], [states[0]["own"], whole["own"]]):
         with pytest.raises(ValueError, match="takes the states of the stages"):
             checkpoint.merge(of_no_stage)

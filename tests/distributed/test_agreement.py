@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -82,6 +82,24 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(ranks):
             assert expected in errors[index], (name, rank, errors[index])
             if "could not start" in expected or "of rank" in expected:
                 assert f"[{ranks - 1}]" in errors[index], (name, errors[index])
+
+
+class Settling(CommOpt):
+    """Settles on another strategy, which depends on the rank."""
+
+    def settled(self, circumstances):
+        return MemOpt() if circumstances.backend.rank == 1 else HybridOpt()
+
+
+def settle_differently(rank: int, ranks: int) -> str:
+    with pytest.raises(ValueError, match="placement") as caught:
+        Preconditioner(model_of((3, 4, 2)), strategy=Settling(), statistics_every=1)
+    return str(caught.value)
+
+
+def test_ranks_that_settle_on_other_strategies_are_told_so():
+    for error in run_ranks(settle_differently, 3):
+        assert "the placement of rank(s) [1] differs from rank 0's" in error
 
 
 @pytest.mark.parametrize("how", ["work", "ranks"])
@@ -195,24 +213,29 @@ def test_disjoint_groups_train_on_their_own():
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
-def train_three_of_four(rank: int, ranks: int, case: Case) -> torch.Tensor | None:
-    members = [0, 2, 3]
-    group = dist.new_group(members)
-    if rank not in members:
-        with pytest.raises(ValueError, match="not a member of the given group"):
-            TorchDistributed(group)
-        return None
-    run = Run(case, members.index(rank), 3, TorchDistributed(group), mean_over(group)).train()
-    return run.weights()
+def train_three_of_four(rank: int, ranks: int, case: Case) -> list[torch.Tensor]:
+    results = []
+    groups = {members: dist.new_group(list(members)) for members in ((0, 2, 3), (0, 1, 3))}
+    for members, group in groups.items():
+        if rank in members:
+            backend = TorchDistributed(group)
+            run = Run(case, members.index(rank), 3, backend, mean_over(group)).train()
+            results.append(run.weights())
+        else:
+            with pytest.raises(ValueError, match="not a member of the given group"):
+                TorchDistributed(group)
+    return results
 
 
 @pytest.mark.parametrize("strategy", [HybridOpt(), HybridOpt(colocate=False)])
 def test_a_part_of_the_world_trains_without_the_rest(strategy):
+    """And another part after it, whose ranks have been in different numbers of groups."""
     case = Case({"strategy": strategy, "solve_every": 2})
+    expected = train_alone(case)
     results = run_ranks(train_three_of_four, 4, case)
-    assert results.pop(1) is None
-    for weights in results:
-        torch.testing.assert_close(weights, train_alone(case), rtol=0, atol=1e-10)
+    assert [len(weights) for weights in results] == [2, 1, 1, 2]
+    for weights in chain.from_iterable(results):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
 def test_without_a_process_group_the_torch_backend_says_what_to_do():

@@ -87,6 +87,54 @@ def test_layers_take_as_many_images_as_their_own_positions_need() -> None:
         compare(factors(own, name)[0], factors(plain, name)[0], f"A of {name}", rtol=1e-12)
 
 
+class Pooled(nn.Module):
+    """The head has a row of each sample, the layer below one of each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x).mean(1))
+
+
+def moment(inputs: Tensor) -> Tensor:
+    """The sum of products of rows ``[..., 3]`` and a one for the bias."""
+    rows = torch.cat([inputs.detach().view(-1, 3), torch.ones(inputs.numel() // 3, 1).double()], 1)
+    return rows.T @ rows
+
+
+def test_layers_and_passes_draw_rows_of_their_own() -> None:
+    model, batches = fill(Pooled()), [randn(6, 4, 3, seed=seed) for seed in range(2)]
+    own = run(model, batches, rows=3, loss_average="sum")
+    inner = head = torch.zeros(())
+    for number, x in enumerate(batches):
+        inner = inner + moment(x.flatten(0, 1)[chosen(0, 0, number, 24, 3)]) * 24 / 3
+        head = head + moment(model.inner(x).mean(1)[chosen(0, 0, number, 6, 3)]) * 6 / 3
+    compare(factors(own, "inner")[0][0], inner / 12, "A of positions", rtol=1e-12)
+    compare(factors(own, "head")[0][0], head / 12, "A of samples", rtol=1e-12)
+
+
+def test_an_input_of_two_passes_is_drawn_from_twice() -> None:
+    x = randn(8, 3)
+    own = run(fill(nn.Linear(3, 2)), [x, x], rows=3, loss_average="sum")
+    total = moment(x[chosen(0, 0, 0, 8, 3)]) + moment(x[chosen(0, 0, 1, 8, 3)])
+    compare(factors(own, "Linear")[0][0], total * 8 / 3 / 16, "A", rtol=1e-12)
+
+
+def test_rows_of_data_are_drawn_beside_as_many_of_a_layer_without_padding() -> None:
+    model, x, mask = fill(Pooled()), randn(6, 4, 3), torch.zeros(6, 4, dtype=torch.bool)
+    mask[:, 1] = True
+    with closing(preconditioner(model, rows=3)) as own:
+        own.count(6, rows=mask)
+        model(x).square().sum().backward()
+        own.step()
+    index = chosen(0, 0, 0, 6, 3)
+    compare(factors(own, "inner")[0][0], moment(x[mask][index]) / 3, "A of data", rtol=1e-12)
+    head = moment(model.inner(x).mean(1)[index]) / 3
+    compare(factors(own, "head")[0][0], head, "A of samples", rtol=1e-12)
+
+
 def test_everything_is_the_default_bit_by_bit() -> None:
     weights = [
         Run(Case({"solver": "inverse", **options}, steps=2)).train().weights()
