@@ -583,10 +583,12 @@ def test_batch_stays_batch() -> None:
     compare(found["inner", "G"], tokens_alone["inner", "G"] / POSITIONS**2, "G")
 
 
-@pytest.mark.parametrize("out", [5, 1, None])
-def test_tokens_or_samples_is_asked_once(out: int | None) -> None:
+@pytest.mark.parametrize(
+    ("how", "out"), [("scores", 5), ("scores", 1), ("flat", 5), ("loss", WORDS)]
+)
+def test_tokens_or_samples_is_asked_once(how: str, out: int) -> None:
     """Integers [N, T] to features of another number, or to a loss."""
-    model = fill(Language("loss") if out is None else Language(out=out))
+    model = fill(Language(how, out))
 
     def loss() -> Tensor:
         if out == 1:
