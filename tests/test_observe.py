@@ -45,6 +45,21 @@ def test_the_loss_itself_adds_nothing_to_the_statistics() -> None:
     assert all(map(torch.equal, found[0], found[2]))
 
 
+def test_a_layer_that_the_loss_alone_reaches_has_no_statistics() -> None:
+    """A second head, which a term of the loss trains that is not observed."""
+    inner, head, aside = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+    model = fill(nn.ModuleDict({"inner": inner, "head": head, "aside": aside}))
+    with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:
+        hidden = inner(randn(5, 3)).tanh()
+        outputs = head(hidden)
+        own.observe(outputs)
+        (outputs.square().mean() + aside(hidden).square().mean()).backward()
+        with pytest.warns(UserWarning, match="reached the parameters of block.* 'aside', and no"):
+            own.step()
+        assert blocks(own)["head"].running
+        assert not blocks(own)["aside"].running
+
+
 class CountedError(SquaredError):
     """A squared error that counts how often it is asked."""
 
