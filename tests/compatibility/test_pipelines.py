@@ -354,6 +354,11 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     late = [seal({**one["own"], "late": [next(iter(one["own"]["blocks"]))]}) for one in states]
     assert checkpoint.merge(late)["late"] == [one["late"][0] for one in late]
     assert checkpoint.merge(late[:1])["blocks"] == late[0]["blocks"]  # of a pipeline of one stage
+    # Stages skip the same updates, and solve blocks of their own.
+    counters = {**states[0]["own"]["counters"], "skipped_updates": 2, "failed_solves": 1}
+    counted = [seal({**state["own"], "counters": counters}) for state in states]
+    merged = checkpoint.merge(counted)["counters"]
+    assert (merged["skipped_updates"], merged["failed_solves"]) == (2, 2)
     for of_no_stage in ([whole["own"]], [states[0]["own"], whole["own"]]):
         with pytest.raises(ValueError, match="takes the states of the stages"):
             checkpoint.merge(of_no_stage)
