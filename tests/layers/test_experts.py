@@ -13,6 +13,7 @@ from soframe.specs import FactorSpec
 from soframe.strategies import Sharded
 from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned
 from tests.curvature import closing, factors, half_square, preconditioner, randn
+from tests.distributed.harness import run_ranks
 
 EXPERTS, OUT, INTO = 3, 2, 4
 
@@ -203,6 +204,36 @@ def test_micro_batches_are_the_batch() -> None:
             found.append(factors(own, "experts"))
     for one, other in zip(*found, strict=True):
         compare(one, other, "micro-batches")
+
+
+class Two(nn.Module):
+    """The sum of two layers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Routed(), Routed(transposed=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def directions(rank: int, ranks: int) -> list[Tensor]:
+    """Return two steps' directions; every rank has the same batch."""
+    model, (x, y) = Two(), batch([0, 1, 1, 2, 0, 1])
+    layers = {"first.experts": Kernel, "second.experts": TransposedKernel}
+    with closing(preconditioner(model, layers=layers, strategy="owner-local")) as own:
+        for _ in range(2):
+            model.zero_grad()
+            half_square(model(x), y).backward()
+            own.step()
+        return [kernel.grad for kernel in model.parameters()]
+
+
+@pytest.mark.distributed
+def test_a_rank_reads_no_inputs_of_experts_that_another_owns() -> None:
+    for found in run_ranks(directions, 2):
+        for direction, of_one_process in zip(found, directions(0, 1), strict=True):
+            compare(direction, of_one_process, "owner-local")
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
