@@ -182,7 +182,7 @@ class Observed:
     def masked(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Turn vectors of a mean over all terms, and their weights, into those of these alone."""
+        """Yield vectors and weights for the mean over these terms, given those of all terms."""
         for vector, weight in vectors:
             masked = list(vector)
             for index, mask in enumerate(self.masks):

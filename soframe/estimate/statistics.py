@@ -584,8 +584,8 @@ def _unflattened(call: LayerCall) -> LayerCall:
     size, rows = call.root.size, len(call.gradient)
     if size is None or not _has_free_rows(call) or call.helper.counts_inputs:
         return call
-    positions, rest = divmod(rows, size)
-    if rest > 0 or positions == 1 or {len(x) for x in call.inputs} != {rows}:
+    positions, remainder = divmod(rows, size)
+    if remainder > 0 or positions == 1 or {len(x) for x in call.inputs} != {rows}:
         return call
     gradient, *inputs = (x.unflatten(0, (size, -1)) for x in (call.gradient, *call.inputs))
     return call._replace(gradient=gradient, inputs=tuple(inputs))
