@@ -144,7 +144,9 @@ class Composed(Method):
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for method, shape in self._with_shapes(candidate.shape):
-            if (reason := method.unsuited(replace(candidate, shape=shape))) is not None:
+            if shape != candidate.shape:  # a copy takes a while
+                candidate = replace(candidate, shape=shape)
+            if (reason := method.unsuited(candidate)) is not None:
                 return reason
         return None
 

@@ -71,8 +71,12 @@ class Basis(Solver):
 
     def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         del damping
-        vectors = last["vectors"]
-        product = multiply(_graded(symmetric(matrix)), vectors)
+        vectors, size = last["vectors"], matrix.shape[-1]
+        # F and ``1e-4 tr(F)/n diag(1, ..., 2)``, so that eigenvalues differ.
+        graded = symmetric(matrix)
+        grade = torch.linspace(GRADE, 2 * GRADE, size, dtype=matrix.dtype, device=matrix.device)
+        graded.diagonal(dim1=-2, dim2=-1).add_(mean_trace(matrix).unsqueeze(-1) * grade)
+        product = multiply(graded, vectors)
         if not self.ordered:
             return {"vectors": orthonormal(product)}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
@@ -81,14 +85,6 @@ class Basis(Solver):
 
     def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         raise NotImplementedError("Basis has no eigenvalues to precondition with: use Eigen")
-
-
-def _graded(matrix: Tensor) -> Tensor:
-    """Add ``1e-4 tr(F)/n diag(1, ..., 2)`` in place, so that eigenvalues differ; return F."""
-    size = matrix.shape[-1]
-    grade = torch.linspace(GRADE, 2 * GRADE, size, dtype=matrix.dtype, device=matrix.device)
-    matrix.diagonal(dim1=-2, dim2=-1).add_(mean_trace(matrix).unsqueeze(-1) * grade)
-    return matrix
 
 
 def _canonical(vectors: Tensor, null: Tensor) -> Tensor:
