@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
-from soframe.estimate.updates import Update
+from soframe.estimate.gradients import Gradient
 from soframe.preconditioner import Preconditioner
 from soframe.solvers.base import LinAlgError
 from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, flat, sample_gradients
@@ -252,8 +252,8 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
     for (name, parameter), part in zip(block.parameters.items(), vectors, strict=True):
         parts[name] = part.view_as(parameter)
     matrix = block.stack.join([block.layout.pack(parts)])
-    update = Update(block.stack, (block.member,), [block], matrix)
-    update.compute(matrix, preconditioner.damping)
+    gradients = {block.stack: Gradient((block.member,), matrix)}
+    (update,) = preconditioner.curvature.direct(gradients, preconditioner.damping)
     direction = update.unpacked()[block]
     return flat(direction[name] for name in block.parameters)
 
