@@ -1,5 +1,7 @@
 """The size of a step and of the package stays within bounds; see house.py for what is measured."""
 
+import ast
+
 import pytest
 
 from tests import house
@@ -54,3 +56,19 @@ def test_lines_are_sorted_by_kind() -> None:
     text = '"""One.\n\nTwo."""\n\nx = 1  # at the end\n# alone\n'
     found = house.lines({"room.file": text, "room.other": "y = 2\n"})
     assert found["room"] == {"code": 2, "docstring": 3, "comment": 1, "all": 7}
+
+
+def test_attributes_are_declared_assigned_or_set() -> None:
+    text = """
+class Block:
+    name: str
+    size = 1
+
+    def begin(self, other):
+        self.size, self.count = 2, 0
+        self.rows: int = self.columns
+        other.part = 1
+"""
+    (node,) = ast.parse(text).body
+    assert isinstance(node, ast.ClassDef)
+    assert house.attributes_of(node) == {"name", "size", "count", "rows"}
