@@ -120,7 +120,7 @@ def _common_declarations(stages: Sequence[Method]) -> dict[str, Any]:
         declared[name] = any(map(attrgetter(name), stages))
     declared["auxiliary_ratio"] = min(map(attrgetter("auxiliary_ratio"), stages))
     with_factors = [stage for stage in stages if stage.factor_names()]
-    order = "refreshes its factors after the direction, and another one before"
+    order = "refreshes its factors after the update, and another one before"
     declared["refreshes_after"] = _common(with_factors, "refreshes_after", order)
     capturing = [stage for stage in stages if stage.captures]
     rows = "takes all positions of a sample as one row, and another one as rows"

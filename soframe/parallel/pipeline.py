@@ -127,7 +127,7 @@ class Pipeline(Stages):
             if not tied.isdisjoint(block.parameters.values()):
                 raise ValueError(
                     f"{block.name} belongs to a layer that DeepSpeed ties over stages, and each "
-                    f"stage would make another direction of its gradient, so that its copies would "
+                    f"stage would make another update of its gradient, so that its copies would "
                     f"part: leave it out (skip=[{block.name!r}])"
                 )
 

@@ -184,13 +184,13 @@ def natural_gradient_cosines(
     damped = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
     gradients = sample_gradients(model, inputs, loss, targets, parameters=every)
     gradient = gradients.mean(0) if reduction == "mean" else gradients.sum(0)
-    direction, natural = torch.empty_like(gradient), torch.empty_like(gradient)
+    update, natural = torch.empty_like(gradient), torch.empty_like(gradient)
     cosines: dict[str, float] = {}
     start = 0
     for block in preconditioner.blocks:
         _require_alone(preconditioner, block)
         if metrics["step"] == 0:
-            raise ValueError("there is no direction yet: call step() before")
+            raise ValueError("there is no update yet: call step() before")
         block_damping = damping
         if damping is None:
             block_damping = metrics["blocks"][block.name]["damping"]
@@ -199,13 +199,13 @@ def natural_gradient_cosines(
         part = slice(start, start + sum(_sizes(block)))
         start = part.stop
         damped[part, part].diagonal().add_(block_damping)
-        direction[part] = flat(_gradient(block, p) for p in block.parameters.values())
+        update[part] = flat(_gradient(block, p) for p in block.parameters.values())
         natural[part] = torch.linalg.solve(damped[part, part], gradient[part])
-        cosines[block.name] = _cosine(direction[part], natural[part])
+        cosines[block.name] = _cosine(update[part], natural[part])
     return Cosines(
         blocks=cosines,
-        block_diagonal=_cosine(direction, natural),
-        full=_cosine(direction, torch.linalg.solve(damped, gradient)),
+        block_diagonal=_cosine(update, natural),
+        full=_cosine(update, torch.linalg.solve(damped, gradient)),
     )
 
 
@@ -254,8 +254,8 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
     matrix = block.stack.join([block.layout.pack(parts)])
     gradients = {block.stack: Gradient((block.member,), matrix)}
     (update,) = preconditioner.curvature.direct(gradients, preconditioner.damping)
-    direction = update.unpacked()[block]
-    return flat(direction[name] for name in block.parameters)
+    matrices = update.unpacked()[block]
+    return flat(matrices[name] for name in block.parameters)
 
 
 def _gradient(block: Block, parameter: nn.Parameter) -> Tensor:

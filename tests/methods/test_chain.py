@@ -144,7 +144,7 @@ def test_what_a_chain_is_follows_from_its_stages() -> None:
 
 @dataclass(frozen=True)
 class After(Counted):
-    """Is refreshed after the direction."""
+    """Is refreshed after the update."""
 
     refreshes_after = True
 
@@ -171,7 +171,7 @@ def test_stages_that_do_not_go_together_are_refused() -> None:
         Chain(())
     with pytest.raises(TypeError, match=r"sequence of methods: pass \('kfac',\)"):
         Chain("kfac")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="after the direction"):
+    with pytest.raises(ValueError, match="after the update"):
         Chain((After(), Counted()))
     assert Chain((After(), "momentum")).refreshes_after
     with pytest.raises(ValueError, match="as one row"):

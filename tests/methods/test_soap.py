@@ -547,7 +547,7 @@ def test_settings_are_checked() -> None:
             SOAP(**options)  # type: ignore[arg-type]
     names = [type(stage).__name__ for stage in SOAPMuon().stages]
     assert names == ["Momentum", "SOAP", "Orthogonalise", "MatchRMS"]
-    with pytest.raises(ValueError, match="after the direction"):
+    with pytest.raises(ValueError, match="after the update"):
         Chain((SOAP(), "shampoo"))
 
 

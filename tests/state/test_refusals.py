@@ -129,7 +129,7 @@ def test_a_state_of_something_else_is_refused(widths, options, reason):
 
 
 class Late(KFAC):
-    """Is solved after the direction, as SOAP is, by the user's solver."""
+    """Is solved after the update, as SOAP is, by the user's solver."""
 
     refreshes_after = True
 

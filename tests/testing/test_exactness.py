@@ -160,7 +160,7 @@ def test_what_has_no_matrix_is_refused() -> None:
     fresh = soframe.Preconditioner(model, kl_clip=None)
     with pytest.raises(ValueError, match="0 has no second-order data yet"):
         implied_curvature(fresh, "0")
-    with pytest.raises(ValueError, match="there is no direction yet"):
+    with pytest.raises(ValueError, match="there is no update yet"):
         natural_gradient_cosines(fresh, model, x, log_cosh, y)
     with pytest.raises(ValueError, match="of another model"):
         natural_gradient_cosines(fresh, network(), x, log_cosh, y)
