@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from experiments.data import Examples, scipy_sources, standard_library, take
 from experiments.models import byte_gpt
-from experiments.workloads import cross_entropy as loss
+from experiments.tasks import cross_entropy as loss
 
 __all__ = ["data", "loss", "model"]
 

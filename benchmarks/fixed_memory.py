@@ -48,8 +48,8 @@ from experiments.launch import launch
 from experiments.models import resnet20_of_bytes
 from experiments.optimizers import build_optimizer, build_preconditioner
 from experiments.records import write_json
+from experiments.tasks import cross_entropy
 from experiments.tuning import TUNING_SEED, TriedRates
-from experiments.workloads import cross_entropy
 from soframe import Preconditioner
 from soframe.planning import inspection
 

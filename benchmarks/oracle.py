@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from benchmarks import problems
+from experiments import problems
 from experiments.display import aligned
-from experiments.workloads import Task
+from experiments.tasks import Task
 from soframe.testing import Oracle
 
 TUNED = Path(__file__).parent.parent / "experiments" / "tuned" / "settings" / "oracle.json"

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.problems import Recurrent, Transformer
 from experiments import canvases
 from experiments.data import digits
 from experiments.libraries import require
+from experiments.problems import Recurrent, Transformer
 
 Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

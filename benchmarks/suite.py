@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.problems import PROBLEMS, UNSEEN
 from experiments import display, tuning
 from experiments.config import TRUST_REGIONS, RunConfig
+from experiments.problems import PROBLEMS, UNSEEN
 from experiments.records import RunRecord, jsonable
 from experiments.runs import digest, kept, race
 from experiments.train import ALONE, WorkloadRun

@@ -18,13 +18,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments import canvases, clutter, data, models, recipes
+from experiments import canvases, clutter, data, models, problems, recipes
 from experiments.config import method_of
-from experiments.data import Source, seeded
-from soframe.losses.base import Loss
+from experiments.data import seeded
+from experiments.tasks import Task, cross_entropy, half_square
 
 PROBLEM = "problem:"
 """Prefix of the small problems' names."""
@@ -48,25 +47,6 @@ CONSTANTS = (
     "spaces",
 )
 """Fields of `Workload` that the module of a workload may set."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A workload with a seed.
-
-    Attributes:
-        model: The model.
-        likelihood: The loss, as `soframe.TrustRegion` names it; None if that optimizer cannot run.
-        loss: From the model and a batch of examples to their mean loss.
-        train: Training examples.
-        test: Held-out examples, or None.
-    """
-
-    model: nn.Module
-    likelihood: str | Loss | None
-    loss: Callable[..., Tensor]
-    train: Source
-    test: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -110,17 +90,6 @@ class Workload:
     def digest(self) -> str:
         """The SHA-256 of the file with the functions; empty without one."""
         return hashlib.sha256(self.source.read_bytes()).hexdigest() if self.source else ""
-
-
-def half_square(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return half the squared error, summed over features: a Gaussian of unit variance."""
-    value: Tensor = (model(inputs) - targets).square().sum() / (2 * len(inputs))
-    return value
-
-
-def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats; classes are the second dimension of the outputs."""
-    return F.cross_entropy(model(inputs), targets)
 
 
 def _autoencoder(seed: int, dtype: torch.dtype) -> Task:
@@ -211,7 +180,7 @@ def _cluttered_digits(count: int) -> Workload:
 
 
 def _problem(name: str) -> Workload:
-    make, title, batch_size = importlib.import_module("benchmarks.problems").PROBLEMS[name]
+    make, title, batch_size = problems.PROBLEMS[name]
 
     def task(seed: int, dtype: torch.dtype) -> Task:
         with models.own_randomness():

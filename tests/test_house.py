@@ -72,3 +72,18 @@ class Block:
     (node,) = ast.parse(text).body
     assert isinstance(node, ast.ClassDef)
     assert house.attributes_of(node) == {"name", "size", "count", "rows"}
+
+
+def test_experiments_name_no_module_of_benchmarks() -> None:
+    for path in (house.ROOT.parent / "experiments").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            match node:
+                case ast.Import() | ast.ImportFrom():
+                    names += [alias.name for alias in node.names]
+                    names.append(getattr(node, "module", None) or "")
+                case ast.Constant(str(text)):  # as importlib takes them
+                    names.append(text)
+                case _:
+                    pass
+            assert not any(name.split(".")[0] == "benchmarks" for name in names), path

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from experiments import clutter, data, models
-from experiments.workloads import cross_entropy, half_square, names, workload
+from experiments.tasks import cross_entropy, half_square
+from experiments.workloads import names, workload
 from soframe.planning import workloads
 
 MAKERS = [*(name for name in names() if name != "cluttered-digits"), "cluttered-digits:50"]

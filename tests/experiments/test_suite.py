@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import suite
-from benchmarks.problems import PROBLEMS, UNSEEN
+from experiments.problems import PROBLEMS, UNSEEN
 from experiments.train import ALONE, WorkloadRun
 from experiments.workloads import workload
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import suite, time_to_target
-from benchmarks.problems import PROBLEMS
 from experiments import tuning
+from experiments.problems import PROBLEMS
 from experiments.tuning import Trial, TriedRates, Tuned, configure, load, tune
 from tests.experiments.helpers import record
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from experiments.data import digits
 from experiments.libraries import require
-from experiments.workloads import Task, cross_entropy, half_square
+from experiments.tasks import Task, cross_entropy, half_square
 from soframe.losses import BinaryCrossEntropy, Gaussian, SumLoss, Term
 from soframe.losses.base import Loss
 
@@ -139,8 +139,8 @@ def natural_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean of ``b y^2 / 2 - a y + a^2 / (2 b) - log(b) / 2``."""
     a, b = model(x).unbind(1)
     y = y.squeeze(1)
-    found: Tensor = (b * y**2 / 2 - a * y + a**2 / (2 * b) - b.log() / 2).mean()
-    return found
+    loss: Tensor = (b * y**2 / 2 - a * y + a**2 / (2 * b) - b.log() / 2).mean()
+    return loss
 
 
 def gaussian_natural(seed: int) -> Task:
@@ -151,8 +151,8 @@ def gaussian_natural(seed: int) -> Task:
 def mean_variance_nll(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean of ``log-variance / 2 + (y - mean)^2 / (2 variance)``."""
     mean, log = model(x).unbind(1)
-    found: Tensor = (log / 2 + (y.squeeze(1) - mean) ** 2 * (-log).exp() / 2).mean()
-    return found
+    loss: Tensor = (log / 2 + (y.squeeze(1) - mean) ** 2 * (-log).exp() / 2).mean()
+    return loss
 
 
 def gaussian_variance(seed: int) -> Task:
@@ -176,8 +176,8 @@ class Attention(nn.Module):
         q, k, v = parts.split(2, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
-        found: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
-        return found
+        outputs: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return outputs
 
 
 class Transformer(nn.Module):
@@ -221,8 +221,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(x)
-        found: Tensor = self.head(states[:, -1])
-        return found
+        outputs: Tensor = self.head(states[:, -1])
+        return outputs
 
 
 def recurrent(seed: int) -> Task:
@@ -284,8 +284,8 @@ class Exponential(Loss):
 def _elbo(model: nn.Module, x: Tensor) -> Tensor:
     logits, mean, log = model(x)
     pixels = F.binary_cross_entropy_with_logits(logits, x, reduction="none").sum(1)
-    found: Tensor = (pixels + (mean.square() + log.exp() - log - 1).sum(1) / 2).mean()
-    return found
+    loss: Tensor = (pixels + (mean.square() + log.exp() - log - 1).sum(1) / 2).mean()
+    return loss
 
 
 def vae(seed: int) -> Task:
@@ -311,8 +311,8 @@ class Graph(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.adjacency @ self.first(x))
-        found: Tensor = self.adjacency @ self.head(hidden)
-        return found
+        outputs: Tensor = self.adjacency @ self.head(hidden)
+        return outputs
 
 
 def graph(seed: int) -> Task:
@@ -338,8 +338,8 @@ class NormedLayer(nn.Module):
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + F.silu(self.linear(self.norm(x)))
-        return found
+        outputs: Tensor = x + F.silu(self.linear(self.norm(x)))
+        return outputs
 
 
 def norms(seed: int) -> Task:
@@ -363,8 +363,8 @@ class Factorisation(nn.Module):
     def forward(self, pairs: Tensor) -> Tensor:
         i, j = pairs.unbind(1)
         both = (self.rows(i) * self.columns(j)).sum(1, keepdim=True)
-        found: Tensor = both + self.row(i) + self.column(j)
-        return found
+        outputs: Tensor = both + self.row(i) + self.column(j)
+        return outputs
 
 
 def factorisation(seed: int) -> Task:
@@ -387,8 +387,8 @@ def multi_task(seed: int) -> Task:
     def both(model: nn.Module, x: Tensor, y: Tensor, ink: Tensor) -> Tensor:
         outputs = model(x)
         square = (outputs[:, 10:] - ink).square().sum() / (2 * len(x))
-        found: Tensor = F.cross_entropy(outputs[:, :10], y) + square
-        return found
+        loss: Tensor = F.cross_entropy(outputs[:, :10], y) + square
+        return loss
 
     loss = SumLoss([Term("cross-entropy", slice(0, 10)), Term("squared-error", slice(10, None))])
     torch.manual_seed(seed)
@@ -419,8 +419,8 @@ class ConvolutionalAutoencoder(nn.Module):
         self.head = nn.ConvTranspose2d(8, 1, 4, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.decoder(self.encoder(x)))
-        return found
+        outputs: Tensor = self.head(self.decoder(self.encoder(x)))
+        return outputs
 
 
 def _pixels(model: nn.Module, x: Tensor) -> Tensor:
@@ -501,9 +501,9 @@ class SetNet(nn.Module):
         self.hidden, self.head = nn.Linear(width, width), nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        each = torch.relu(self.embed(x))
-        weights = (self.key(each) @ self.query).softmax(-1)
-        pooled = (weights.unsqueeze(-1) * self.value(each)).sum(1)
+        embedded = torch.relu(self.embed(x))
+        weights = (self.key(embedded) @ self.query).softmax(-1)
+        pooled = (weights.unsqueeze(-1) * self.value(embedded)).sum(1)
         outputs: Tensor = self.head(torch.relu(self.hidden(pooled)))
         return outputs
 
@@ -544,8 +544,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(1)
-        each = [torch.tanh(layer(x)) * weights[:, n, None] for n, layer in enumerate(self.first)]
-        outputs: Tensor = self.head(torch.cat(each, 1))
+        hidden = [torch.tanh(layer(x)) * weights[:, n, None] for n, layer in enumerate(self.first)]
+        outputs: Tensor = self.head(torch.cat(hidden, 1))
         return outputs
 
 
@@ -572,8 +572,8 @@ class Ranking(nn.Module):
             nn.init.normal_(table.weight, std=0.3)
 
     def forward(self, triples: Tensor) -> Tensor:
-        user, wanted, other = triples.unbind(1)
-        difference = self.thing(wanted) - self.thing(other)
+        user, chosen, other = triples.unbind(1)
+        difference = self.thing(chosen) - self.thing(other)
         outputs: Tensor = self.head(self.user(user) * difference)
         return outputs
 
