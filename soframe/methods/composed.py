@@ -14,9 +14,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from soframe.layers.layout import BlockShape
+from soframe.layers.layout import BlockShape, Layout
 from soframe.methods.base import Addend, Call, Candidate, Given, Method
 from soframe.methods.returned import require_named
 from soframe.solvers.base import Solver
@@ -147,6 +147,9 @@ class Composed(Method):
             if (reason := method.unsuited(replace(candidate, shape=shape))) is not None:
                 return reason
         return None
+
+    def layouts(self, module: nn.Module) -> Sequence[Layout]:
+        return list(itertools.chain.from_iterable(m.layouts(module) for m in self._inner))
 
     def effort(self, shape: BlockShape) -> float:
         return sum(method.effort(part) for method, part in self._with_shapes(shape))
