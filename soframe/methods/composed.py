@@ -144,12 +144,17 @@ class Composed(Method):
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for method, shape in self._with_shapes(candidate.shape):
-            if (reason := method.unsuited(replace(candidate, shape=shape))) is not None:
+            if shape != candidate.shape:  # as of a part of the matrix
+                candidate = replace(candidate, shape=shape)
+            if (reason := method.unsuited(candidate)) is not None:
                 return reason
         return None
 
     def layouts(self, module: nn.Module) -> Sequence[Layout]:
-        return list(itertools.chain.from_iterable(m.layouts(module) for m in self._inner))
+        layouts: list[Layout] = []
+        for method in self._inner:
+            layouts += method.layouts(module)
+        return layouts
 
     def effort(self, shape: BlockShape) -> float:
         return sum(method.effort(part) for method, part in self._with_shapes(shape))
