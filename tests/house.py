@@ -58,7 +58,7 @@ BOUNDS: dict[str, int] = {
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 46198,
+    "lines": 46185,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,
