@@ -66,6 +66,8 @@ def test_a_pair_is_one_block_and_other_methods_take_its_layers_apart() -> None:
     with closing(soframe.Preconditioner(model, LoRAPro(), auxiliary="adamw")) as preconditioner:
         names = [block.name for block in preconditioner.curvature.blocks]
     assert names == ["1", "2", "0.lora_B.weight"]
+    with closing(soframe.Preconditioner(model, LoRAPro(), skip=["^1$"])) as preconditioner:
+        assert [block.name for block in preconditioner.curvature.blocks] == ["2"]
 
 
 def test_a_pair_is_one_block_under_a_chain() -> None:
