@@ -34,7 +34,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -204,6 +204,10 @@ CONTENDERS: dict[str, Contender] = {
 
 
 USUAL = list(CONTENDERS)
+# Vectors and the head, which have a fifth of these, then have the rates of AdamW alone.
+CONTENDERS["soframe: Optimizer at AdamW's rates"] = replace(
+    CONTENDERS["soframe: Optimizer"], lrs=(0.05, 0.015, 0.005)
+)
 for name, base in BASES.items():
     CONTENDERS[name] = alone(base)
     CONTENDERS[f"K-FAC before {name}"] = behind_kfac(base, name)

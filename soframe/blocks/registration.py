@@ -506,11 +506,11 @@ class Registration:
         """Add the blocks of several parameters that methods of gradients alone ask for."""
         for name, module in self._survey.by_name.items():
             method = self._methods.find(name)
-            if method is None or self._captures[id(method)] or self._skipped_by(module) is not None:
+            if method is None or self._captures[id(method)]:
                 continue
             for layout in method.layouts(module):
-                parameters = list(layout.parameters.values())
-                if not all(map(self._is_free, parameters)):
+                is_free = all(map(self._is_free, layout.parameters.values()))
+                if not is_free or self._skipped_by(module) is not None:
                     continue
                 if self._unsuited(name, method, layout) is None:
                     self._methods.choose(name)

@@ -14,9 +14,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from soframe.layers.layout import BlockShape
+from soframe.layers.layout import BlockShape, Layout
 from soframe.methods.base import Addend, Call, Candidate, Given, Method
 from soframe.methods.returned import require_named
 from soframe.solvers.base import Solver
@@ -144,11 +144,17 @@ class Composed(Method):
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for method, shape in self._with_shapes(candidate.shape):
-            if shape != candidate.shape:  # a copy takes a while
+            if shape != candidate.shape:  # as of a part of the matrix
                 candidate = replace(candidate, shape=shape)
             if (reason := method.unsuited(candidate)) is not None:
                 return reason
         return None
+
+    def layouts(self, module: nn.Module) -> Sequence[Layout]:
+        layouts: list[Layout] = []
+        for method in self._inner:
+            layouts += method.layouts(module)
+        return layouts
 
     def effort(self, shape: BlockShape) -> float:
         return sum(method.effort(part) for method, part in self._with_shapes(shape))

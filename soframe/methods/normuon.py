@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,8 +13,8 @@ from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.methods.chain import Chain
 from soframe.methods.graft import norms
-from soframe.methods.momentum import Momentum, require_beta
-from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
+from soframe.methods.momentum import require_beta
+from soframe.methods.orthogonal import Muon
 from soframe.registry import register
 from soframe.specs import TensorSpec
 
@@ -64,32 +65,18 @@ class NormaliseRows(WithoutFactors):
 
 @register("method", "normuon")
 @dataclass(frozen=True, init=False)
-class NorMuon(Chain):
+class NorMuon(Muon):
     """Momentum, orthogonalised, with normalised rows, scaled by the shape (Li et al., 2025).
 
     Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them.
 
     Args:
         momentum: The decay of `Momentum`.
-        nesterov: Whether the momentum is Nesterov's.
         row_beta: The decay of `NormaliseRows`.
-        scale: The scale of `MatchRMS`; the paper's is ``"rms"``.
-        steps: The Newton-Schulz iterations of `Orthogonalise`.
-        coefficients: The coefficients of the iterations, see `Orthogonalise`.
-        dtype: The dtype of the iterations, see `Orthogonalise`.
+        **settings: As for `Muon`; the scale of the paper is ``"rms"``.
     """
 
-    def __init__(
-        self,
-        momentum: float = 0.95,
-        *,
-        nesterov: bool = True,
-        row_beta: float = 0.95,
-        scale: RMS = "spectral",
-        steps: int = 5,
-        coefficients: Coefficients = "muon",
-        dtype: str | None = None,
-    ) -> None:
-        orthogonalise = Orthogonalise(steps, coefficients, dtype)
-        rows = NormaliseRows(row_beta)
-        super().__init__((Momentum(momentum, nesterov), orthogonalise, rows, MatchRMS(scale)))
+    def __init__(self, momentum: float = 0.95, *, row_beta: float = 0.95, **settings: Any) -> None:
+        super().__init__(momentum, **settings)
+        average, orthogonalise, match_rms = self.stages
+        Chain.__init__(self, (average, orthogonalise, NormaliseRows(row_beta), match_rms))

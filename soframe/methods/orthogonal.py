@@ -87,7 +87,7 @@ def nearest_orthogonal(
 ) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz.
 
-    ``norm`` is its Frobenius norm, if that is known.
+    ``norm`` is its Frobenius norm, if that is known; products and result have the ``dtype``.
     """
     if norm is None:
         norm = norms(matrix)
@@ -101,7 +101,7 @@ def nearest_orthogonal(
     short, long = sorted(scaled.shape[-2:])
     by_gram = long >= LONG * short and scaled.dtype in _PRECISE
     iterate = _by_gram_matrices if by_gram else _by_products
-    return iterate(scaled, coefficients(kind, steps)).to(matrix.dtype)
+    return iterate(scaled, coefficients(kind, steps))
 
 
 def _is_tall(matrix: Tensor) -> bool:
@@ -214,8 +214,8 @@ class Orthogonalise(WithoutFactors):
             )
         if self.full_rms:
             full = self.full_rms * math.sqrt(matrix.shape[-2] * matrix.shape[-1])
-            nearest = nearest * (norm / full).clamp(max=1)
-        return Direction(nearest)
+            nearest = nearest * (norm / full).clamp(max=1)  # in the wider dtype of the two
+        return Direction(nearest.to(matrix.dtype))
 
     def effort(self, shape: BlockShape) -> float:
         groups, out, into = shape

@@ -238,11 +238,9 @@ class SOAPMuon(Chain):
             max_ratio=max_ratio,
             carry=carry,
         )
-        stages: list[Method] = [Momentum(momentum, nesterov=True), soap]
-        stages.append(Orthogonalise(steps, coefficients, dtype, independent_rms(momentum)))
-        stages += self._between()
-        stages.append(MatchRMS(scale))
-        super().__init__(tuple(stages))
+        orthogonalise = Orthogonalise(steps, coefficients, dtype, independent_rms(momentum))
+        momenta = Momentum(momentum, nesterov=True)
+        super().__init__((momenta, soap, orthogonalise, *self._between(), MatchRMS(scale)))
 
     def _between(self) -> tuple[Method, ...]:
         """Return the stages between `Orthogonalise` and `MatchRMS`."""

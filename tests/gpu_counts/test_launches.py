@@ -28,9 +28,9 @@ BOUNDS = {
         "muon": {"plain": (80, 0)},
         "adamw": {"plain": (10, 0)},
         "soap": {"statistics": (92, 1), "solve": (360, 2)},
-        # A stack has three operators more than an orthogonal update, which shorten it.
-        "soap-muon": {"statistics": (102, 1), "solve": (181, 2)},
-        "soap-normuon": {"statistics": (138, 1), "solve": (217, 2)},
+        # A stack has two operators more than under "muon", which shorten its updates.
+        "soap-muon": {"statistics": (99, 1), "solve": (178, 2)},
+        "soap-normuon": {"statistics": (135, 1), "solve": (214, 2)},
         "kfac": {"plain": (46, 0), "statistics": (233, 1), "solve": (371, 2)},
     },
     # A layer has 16 operators in a step with statistics: one more in each exceeds these.

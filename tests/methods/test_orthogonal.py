@@ -180,12 +180,16 @@ def test_groups_below_the_full_rms_are_shorter(kind: Coefficients) -> None:
 def test_dtype_of_the_products(dtype: str) -> None:
     matrix = randn(1, 6, 8)
     found = nearest_orthogonal(matrix, dtype=getattr(torch, dtype))
-    assert found.dtype == torch.float64
+    assert found.dtype == getattr(torch, dtype)
     error = float((found - nearest_orthogonal(matrix)).norm() / found.norm())
     lowest, highest = {"bfloat16": (1e-3, 5e-2), "float32": (1e-9, 1e-5), "float64": (-1, 1e-15)}[
         dtype
     ]
     assert lowest < error < highest
+    step = Given(matrix, matrix, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
+    for full_rms in (0.0, 0.3):  # updates of the full length
+        update = Orthogonalise(dtype=dtype, full_rms=full_rms).direct(step).matrix
+        assert torch.equal(update, found.to(matrix.dtype))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_a_processor_with_instructions_for_bfloat16_uses_them(
     single = matrix.float()
     for fast in (True, False):
         dtype = torch.bfloat16 if fast and halved else torch.float32
-        assert torch.equal(found(single, fast), nearest_orthogonal(single, dtype=dtype))
+        assert torch.equal(found(single, fast), nearest_orthogonal(single, dtype=dtype).float())
         assert torch.equal(found(matrix, fast), nearest_orthogonal(matrix))
     if halved:
         exact = nearest_orthogonal(matrix)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import soframe
 from experiments.gallery.lora_pro import LoRAPro
+from soframe.methods import Chain, Method, Momentum
 from soframe.testing import compare
 from tests.curvature import closing, randn
 from tests.distributed.harness import RankFailure, run_ranks
@@ -20,11 +21,11 @@ from tests.experiments.gallery.runs import Adapter, Adapting, adapt, adapted, sh
 SCALE = 0.5
 
 
-def updates(model: nn.Module, gradients: list[Tensor], eps: float = 1e-8) -> list[Tensor]:
+def updates(model: nn.Module, method: Method, gradients: list[Tensor]) -> list[Tensor]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter, gradient in zip(trained, gradients, strict=True):
         parameter.grad = gradient.clone()
-    with closing(soframe.Preconditioner(model, LoRAPro(SCALE, eps))) as preconditioner:
+    with closing(soframe.Preconditioner(model, method)) as preconditioner:
         preconditioner.step()
     return [parameter.grad for parameter in trained]
 
@@ -34,7 +35,7 @@ def test_updates_are_the_paper_s() -> None:
     model = adapted()
     pairs = [(block.lora_A.weight.detach(), block.lora_B.weight.detach()) for block in model]
     gradients = [randn(*w.shape, seed=i) for i, w in enumerate(w for pair in pairs for w in pair)]
-    found = updates(model, gradients)
+    found = updates(model, LoRAPro(SCALE), gradients)
     for index, pair in enumerate(pairs):
         numbers = [tensor.numpy() for tensor in (*pair, *gradients[2 * index : 2 * index + 2])]
         for update, expected in zip(found[2 * index :], lora_pro(*numbers, SCALE), strict=False):
@@ -47,7 +48,7 @@ def test_the_whole_weight_moves_along_the_nearest_gradient() -> None:
     right, left = adapter.lora_A.weight.detach(), adapter.lora_B.weight.detach()
     whole = randn(3, 5)
     gradients = [SCALE * left.T @ whole, SCALE * whole @ right.T]
-    of_right, of_left = updates(nn.Sequential(adapter), gradients, eps=0.0)
+    of_right, of_left = updates(nn.Sequential(adapter), LoRAPro(SCALE, eps=0.0), gradients)
     moved = SCALE * (left @ of_right + of_left @ right)
     # Of vec(B U_A + U_B A), row by row.
     basis = np.hstack([np.kron(left, np.eye(5)), np.kron(np.eye(3), right.T)])
@@ -65,6 +66,19 @@ def test_a_pair_is_one_block_and_other_methods_take_its_layers_apart() -> None:
     with closing(soframe.Preconditioner(model, LoRAPro(), auxiliary="adamw")) as preconditioner:
         names = [block.name for block in preconditioner.curvature.blocks]
     assert names == ["1", "2", "0.lora_B.weight"]
+    with closing(soframe.Preconditioner(model, LoRAPro(), skip=["^1$"])) as preconditioner:
+        assert [block.name for block in preconditioner.curvature.blocks] == ["2"]
+
+
+def test_a_pair_is_one_block_under_a_chain() -> None:
+    """The momentum of a first gradient is a part of it, and the method is linear in gradients."""
+    model = adapted()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [randn(*parameter.shape, seed=i) for i, parameter in enumerate(trained)]
+    alone = updates(model, LoRAPro(SCALE), gradients)
+    chained = updates(model, Chain((Momentum(0.75), LoRAPro(SCALE))), gradients)
+    for update, of_whole in zip(chained, alone, strict=True):
+        compare(update, of_whole / 4, "chain", rtol=1e-9)
 
 
 def test_a_pair_outlasts_a_freeze() -> None:
