@@ -131,13 +131,7 @@ class RunConfig:
     clock: ClockName = "wall"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("schedule", get_args(ScheduleName)),
-            ("clock", get_args(ClockName)),
-            ("strategy", sorted(soframe.available("strategy"))),
-        ):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"no {name} {value!r}; there are: {', '.join(known)}")
+        self._require_known()
         if self.seconds is None and self.steps is None:
             raise ValueError("a run needs a budget: seconds, steps or both")
         lengths = (self.schedule_steps, self.schedule_seconds, self.steps)
@@ -152,6 +146,16 @@ class RunConfig:
             if value is not None and not value > 0:  # NaN included
                 raise ValueError(f"{name} must be positive, not {value}")
         self._require_taken()
+
+    def _require_known(self) -> None:
+        """Raise a ValueError if a name is not among those that there are."""
+        for name, known in (
+            ("schedule", get_args(ScheduleName)),
+            ("clock", get_args(ClockName)),
+            ("strategy", sorted(soframe.available("strategy"))),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"no {name} {value!r}; there are: {', '.join(known)}")
 
     def _require_taken(self) -> None:
         """Raise a ValueError if an argument is given that the optimizer does not take."""

@@ -345,8 +345,19 @@ def _finish(
     positive = [loss for loss in losses if loss > 0]
     _dress(left, targets, "steps", logarithmic=logarithmic)
     _dress(right, targets, "seconds of training (evaluations excluded)", logarithmic=logarithmic)
+    _name_targets(right, targets)
+    right.set_xlim(right=max(record.last.seconds for record in records) or None)
+    top = DIVERGED * max(record.rows[0].loss for record in records)
+    # Runs that diverge leave the panel: they would leave the others no room.
+    if logarithmic and max(positive, default=0.0) > top:
+        left.set_ylim(min(itertools.chain(positive, targets)) / MARGIN, top)
+    left.set_ylabel(workload.loss_name)
+
+
+def _name_targets(axes: Axes, targets: Sequence[float]) -> None:
+    """Write each target beside its line, right of the panel."""
     for target in targets:
-        right.annotate(
+        axes.annotate(
             f"{target:g}",
             (1.0, target),
             xycoords=("axes fraction", "data"),
@@ -356,12 +367,6 @@ def _finish(
             fontsize=8,
             color="#555555",
         )
-    right.set_xlim(right=max(record.last.seconds for record in records) or None)
-    top = DIVERGED * max(record.rows[0].loss for record in records)
-    # Runs that diverge leave the panel: they would leave the others no room.
-    if logarithmic and max(positive, default=0.0) > top:
-        left.set_ylim(min(itertools.chain(positive, targets)) / MARGIN, top)
-    left.set_ylabel(workload.loss_name)
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -205,12 +205,15 @@ class GPT(nn.Module):
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=not fused)
         if fused:
             self.head.weight = self.tokens.weight
-        generator = torch.Generator().manual_seed(seed)
+        self._initialise(sizes.layers, torch.Generator().manual_seed(seed))
+
+    def _initialise(self, layers: int, generator: torch.Generator) -> None:
+        """Draw the weights, smaller ones where an output is added to the residual stream."""
         for name, module in self.named_modules():
-            tied = fused and module is self.head
+            tied = self.fused and module is self.head
             if isinstance(module, nn.Linear | nn.Embedding) and not tied:
                 last = name.endswith((".out", ".narrow"))
-                std = 0.02 / math.sqrt(2 * sizes.layers) if last else 0.02
+                std = 0.02 / math.sqrt(2 * layers) if last else 0.02
                 nn.init.normal_(module.weight, std=std, generator=generator)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)

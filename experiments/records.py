@@ -169,6 +169,18 @@ def write_json(path: Path, content: object) -> None:
     part.replace(path)
 
 
+def _fastest_first_order(
+    records: Sequence[RunRecord], target: float
+) -> tuple[RunRecord, Row] | None:
+    """Return the first-order run that reached a loss in the fewest seconds, and the row."""
+    hits: list[tuple[RunRecord, Row]] = []
+    for record in records:
+        row = record.reached(target)
+        if record.config.optimizer in FIRST_ORDER and row is not None:
+            hits.append((record, row))
+    return min(hits, key=lambda hit: hit[1].seconds, default=None)
+
+
 def verdict(records: Sequence[RunRecord], target: float, optimizer: str = "kfac") -> str:
     """Return one sentence on an optimizer against the best first-order run.
 
@@ -186,24 +198,20 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: str = "kfac"
     kind = "held-out" if workload(first.config.workload).held_out else "training"
     measured = f"{kind} loss of {target:g}"
     row = first.reached(target)
-    hits: list[tuple[RunRecord, Row]] = []
-    for record in records:
-        if record.config.optimizer in FIRST_ORDER:
-            hit = record.reached(target)
-            if hit is not None:
-                hits.append((record, hit))
-    other, fastest = min(hits, key=lambda pair: pair[1].seconds, default=(None, None))
+    first_order = _fastest_first_order(records, target)
     if row is None:
-        if other is None or fastest is None:
+        if first_order is None:
             neither = f"Neither {first.label} nor a first-order run reached"
             return f"{neither} a {measured} within the budget."
+        other, fastest = first_order
         return (
             f"{first.label} did not reach a {measured} within the budget; {other.label} did, after "
             f"{fastest.step} steps and {fastest.seconds:.1f} s."
         )
     start = f"To a {measured}, {first.label} took {row.step} steps and {row.seconds:.1f} s"
-    if other is None or fastest is None:
+    if first_order is None:
         return f"{start}; no first-order run reached it within the budget."
+    other, fastest = first_order
     name = "K-FAC" if optimizer in KFAC else first.label
     steps, seconds = fastest.step / max(row.step, 1), fastest.seconds / max(row.seconds, 1e-9)
     return (

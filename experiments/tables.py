@@ -11,7 +11,7 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -284,30 +284,33 @@ def _notes(
             f"Means over seeds {', '.join(map(str, seeds))}, ± the 95 % interval of Student's t, "
             f"on {counts}, after {budget} of training each."
         )
+        notes = [start]
+        if targets:
+            notes.append(
+                "Steps and seconds to a loss: over the seeds that reached it; k/n if k of n did."
+            )
+        speed = "ms/step: median over the steps of a run, mean over seeds."
     else:
-        start = f"One run each, of seed {seeds[0]}, on {counts}, after {budget} of training."
-    notes = [start]
-    if targets and len(seeds) > 1:
-        notes.append(
-            "Steps and seconds to a loss: over the seeds that reached it; k/n if k of n did."
-        )
+        notes = [f"One run each, of seed {seeds[0]}, on {counts}, after {budget} of training."]
+        speed = "ms/step: median over the steps."
     if lost:
         notes.append("Seeds whose loss is no longer finite count as diverged, not in means.")
-    if len(seeds) > 1:
-        notes.append("ms/step: median over the steps of a run, mean over seeds.")
-    else:
-        notes.append("ms/step: median over the steps.")
+    notes.append(speed)
     sent = "Bytes sent in a step by the busiest rank; peak" if max(ranks) > 1 else "Peak"
     notes.append(f"{sent} of the memory of second-order data on a rank.")
-    tunings = set(map(attrgetter("tuning"), groups))
-    if any("trials" in tuning for tuning in tunings):
-        aim = f"the shortest time to {min(targets):g}" if targets else "the lowest loss"
-        notes.append(f"Trials: settings were tuned for {aim}.")
-    if "untuned" in tunings:
-        notes.append("Untuned: default settings and a default learning rate.")
+    notes += _notes_on_tuning(groups, targets)
     if list(names) != [group.label for group in groups]:
         notes.append(NOTE)
     return tuple(notes)
+
+
+def _notes_on_tuning(groups: Sequence[Group], targets: Sequence[float]) -> Iterator[str]:
+    tunings = set(map(attrgetter("tuning"), groups))
+    if any("trials" in tuning for tuning in tunings):
+        aim = f"the shortest time to {min(targets):g}" if targets else "the lowest loss"
+        yield f"Trials: settings were tuned for {aim}."
+    if "untuned" in tunings:
+        yield "Untuned: default settings and a default learning rate."
 
 
 def _at(target: float, value: Callable[[Any], float]) -> Callable[[RunRecord], float | None]:

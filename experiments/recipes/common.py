@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -215,6 +215,17 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
     return base, soframe.Preconditioner(model, **{**chosen, **more})
 
 
+def _groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return param groups of matrices, which decay, and of vectors, which do not."""
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = []
+    for parameters, decay in ((matrices, weight_decay), (vectors, 0.0)):
+        if parameters:
+            groups.append({"params": parameters, "weight_decay": decay})
+    return groups
+
+
 def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Optimizer:
     """Return SGD, AdamW or LAMB with the settings' rate.
 
@@ -230,12 +241,7 @@ def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Op
             nesterov=settings.nesterov,
             weight_decay=settings.weight_decay,
         )
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-    groups: list[dict[str, Any]] = []
-    for parameters, weight_decay in ((matrices, settings.weight_decay), (vectors, 0.0)):
-        if parameters:
-            groups.append({"params": parameters, "weight_decay": weight_decay})
+    groups = _groups(trained, settings.weight_decay)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.rate, betas=settings.betas)
     from experiments.libraries import require

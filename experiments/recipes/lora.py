@@ -138,15 +138,39 @@ def run(settings: Settings) -> loop.Outcome:
         finished = state.global_step >= state.max_steps
         figures = {}
         if finished:
-            seen = [row for row in state.log_history if "eval_loss" in row]
-            if not seen or seen[-1]["step"] < state.global_step:
-                seen.append(trainer.evaluate())
-            figures = {"loss": seen[-1]["eval_loss"]}
-            if not math.isfinite(figures["loss"]):
-                raise loop.DivergedError(f"the loss is {figures['loss']}")
+            figures["loss"] = _last_loss(trainer)
         elif place.rank == 0:
             print(f"interrupted after step {state.global_step}; --resume goes on", flush=True)
         return loop.Outcome(state.global_step, finished, figures)
+
+
+def _last_loss(trainer: Any) -> float:
+    """Return the loss on the test set after the last step; raise DivergedError if not finite."""
+    state = trainer.state
+    evaluations = [row for row in state.log_history if "eval_loss" in row]
+    if not evaluations or evaluations[-1]["step"] < state.global_step:
+        evaluations.append(trainer.evaluate())
+    loss: float = evaluations[-1]["eval_loss"]
+    if not math.isfinite(loss):
+        raise loop.DivergedError(f"the loss is {loss}")
+    return loss
+
+
+def _watch(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
+    """Return a callback that stops at an interrupt, and writes the evaluations."""
+
+    class Watch(require("transformers").TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            if agreed(interrupt.asked, place) and state.global_step < state.max_steps:
+                control.should_training_stop = control.should_save = True
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            if place.rank == 0:
+                row = {"step": state.global_step, "loss": arguments["metrics"]["eval_loss"]}
+                with (settings.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(jsonable(row)) + "\n")
+
+    return Watch()
 
 
 def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
@@ -171,20 +195,6 @@ def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
     if by_soframe:
         clip = 0.0
     chosen_optimizer, _ = optimizer(net, settings)
-
-    class Watch(library.TrainerCallback):  # type: ignore[misc,name-defined]
-        """Stops at an interrupt, and writes the evaluations."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            if agreed(interrupt.asked, place) and state.global_step < state.max_steps:
-                control.should_training_stop = control.should_save = True
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            if place.rank == 0:
-                row = {"step": state.global_step, "loss": arguments["metrics"]["eval_loss"]}
-                with (settings.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(jsonable(row)) + "\n")
-
     arguments = library.TrainingArguments(
         output_dir=str(settings.output),
         per_device_train_batch_size=micro,
@@ -210,7 +220,7 @@ def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
     )
-    watching: list[Any] = [Watch()]
+    watching = [_watch(settings, place, interrupt)]
     if by_soframe:
         # Without settings it saves the state of the soframe.Optimizer, on all ranks.
         watching.insert(0, callbacks.SoframeCallback())
