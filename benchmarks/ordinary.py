@@ -126,7 +126,8 @@ def muon(model: nn.Module, lr: float) -> Training:
     """Return Muon on hidden weights, and AdamW on embeddings, vectors and the last layer."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    excluded = {id(module.weight) for module in (*tables, linear[-1])}
+    # A net of convolutions alone has no last layer of this kind.
+    excluded = {id(module.weight) for module in (*tables, *linear[-1:])}
     hidden, others = [], []
     for parameter in model.parameters():
         is_hidden = parameter.dim() >= 2 and id(parameter) not in excluded
