@@ -48,12 +48,30 @@ RULES: tuple[tuple[set[str], set[str], str], ...] = (
 
 def kind_of(model: nn.Module) -> str:
     """Return the kind of a model: a name of `soframe.Recommendation`."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if trained < sum(p.numel() for p in model.parameters()) / 2:
+    if _trains_adapters(model):
         return "adapters"
     signs = _signs(model)
     kinds = (kind for has, lacks, kind in RULES if has <= signs and signs.isdisjoint(lacks))
     return next(kinds)
+
+
+def _trains_adapters(model: nn.Module) -> bool:
+    """Return whether most parameters are frozen, and trained matrices make products of low rank."""
+    frozen, trained = 0, 0
+    ranks: list[int] = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            frozen += parameter.numel()
+            continue
+        trained += parameter.numel()
+        if parameter.dim() < 2:
+            continue
+        rank, width = sorted(parameter.shape[:2])
+        if width < 2 * rank:  # the whole weight of a layer
+            return False
+        ranks.append(rank)
+    has_product = len(set(ranks)) < len(ranks)  # of two matrices of one rank
+    return trained < frozen and has_product
 
 
 def _signs(model: nn.Module) -> set[str]:

@@ -101,9 +101,10 @@ ADVICE = (
         "method = soframe.methods.SOAP(max_ratio=2)\n"
         "optimizer = soframe.Optimizer(model, method=method, lr=3e-4{more})  # or AdamW's rate",
         None,
-        "most parameters are frozen. On a byte-level GPT it ends where AdamW does, at AdamW's "
-        "rate; a gain is not shown. The rate above is usual for large models, and not measured. "
-        "Thin matrices have a factor on their short side alone: the memory is about AdamW's",
+        "most parameters are frozen, and trained matrices have a low rank. On a byte-level GPT it "
+        "ends where AdamW does, at AdamW's rate; a gain is not shown. The rate above is usual for "
+        "large models, and not measured. Thin matrices have a factor on their short side alone, so "
+        "the memory is about AdamW's",
         "docs/benchmarks/defaults.md",
         {"method": SOAP(max_ratio=2), "auxiliary": "adamw"},
     ),
