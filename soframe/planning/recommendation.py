@@ -29,8 +29,8 @@ class Recommendation:
     Attributes:
         kind: The kind of model: ``"transformer"``, ``"convolutional"``, ``"recurrent"``,
             ``"dense"``, ``"regression"`` if a dense net has one output and no table,
-            ``"adapters"``, ``"pinn"``, or ``"other"`` if K-FAC has no block for most of its
-            parameters.
+            ``"adapters"``, ``"pinn"``, or ``"other"`` if most of its parameters are no matrices
+            of layers.
         call: Lines to paste, for a variable ``model``: they make ``optimizer``, and perhaps
             ``preconditioner``, whose `step` comes before the optimizer's.
         lrs: The lowest and the highest learning rate that were good; None if none was measured.
@@ -89,9 +89,9 @@ ADVICE = (
         "other",
         'optimizer = soframe.Optimizer(model, method="soap", lr=3e-3{more})',
         None,
-        "K-FAC has no block for most parameters, as their layers are not called or not known, and "
-        "SOAP reads gradients alone. The rate is the paper's (Vyas et al., 2024), and not measured "
-        "here",
+        "most parameters are no matrices of layers that K-FAC or soap-normuon has blocks for, and "
+        "SOAP reads gradients of any shape. The rate is the paper's (Vyas et al., 2024), and not "
+        "measured here",
         "",
         {"method": "soap", "auxiliary": "adamw"},
         strategy="mem-opt",
@@ -172,7 +172,13 @@ ADVICE = (
 )
 
 OF_LAYERS = ("convolutional", "dense", "regression")
-"""The kinds that are ``"other"`` where most parameters are in no layer that is known."""
+"""The kinds that have another call where K-FAC has no block for most parameters."""
+
+WITHOUT_BLOCKS = (
+    "K-FAC has no block for most parameters, as their layers have reparametrised weights, are not "
+    "called or not known. soap-normuon reads gradients alone. This was not measured"
+)
+"""The reason for a net that has the call of a dense one, since K-FAC has few blocks for it."""
 
 WITHOUT_NORMS = (
     "without batch norm the defaults are the safe settings: on two small convolutional nets they "
@@ -227,8 +233,15 @@ def _advice(model: nn.Module, kind: str | None) -> Recommendation:
     if kind not in kinds:
         raise ValueError(f"there is no kind {kind!r} of model: choose one of {', '.join(kinds)}")
     advice = kinds[kind]
-    if advice.kind in OF_LAYERS and _covered(model) < 0.5:
-        return kinds["other"]
+    if advice.kind in OF_LAYERS and _covered(model, "kfac") < 0.5:
+        dense = kinds["dense"]
+        if _covered(model, dense.plan["method"]) < 0.5:
+            return kinds["other"]
+        if advice.kind == "dense":
+            return dense
+        return replace(
+            dense, kind=advice.kind, lrs=None, reason=WITHOUT_BLOCKS, page="", hint=advice.hint
+        )
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     if advice.kind == "convolutional" and not has_batch_norm:
         safe = kinds["regression"]
@@ -236,10 +249,10 @@ def _advice(model: nn.Module, kind: str | None) -> Recommendation:
     return advice
 
 
-def _covered(model: nn.Module) -> float:
-    """Return the part of the trained parameters' entries that K-FAC has blocks for."""
+def _covered(model: nn.Module, method: str) -> float:
+    """Return the part of the trained parameters' entries that a method has blocks for."""
     report, _ = inspection.inspect(
-        model, ranks=1, strategy="comm-opt", method="kfac", auxiliary="adamw"
+        model, ranks=1, strategy="comm-opt", method=method, auxiliary="adamw"
     )
     return sum(part for method, part in report.coverage.items() if method != "adamw")
 

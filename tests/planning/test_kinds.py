@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import soframe
 from tests import kit
@@ -203,17 +204,34 @@ class Functional(nn.Module):
         return self.second(hidden, hidden)  # type: ignore[no-any-return]
 
 
+def reparametrised(*widths: int) -> nn.Module:
+    """Layers whose weights K-FAC does not see."""
+    model = Chain(*widths)
+    return nn.Sequential(*map(weight_norm, model.children()))
+
+
 @pytest.mark.parametrize(
     ("build", "kind"),
     [
         (Tied, "other"),
-        (Experts, "other"),
+        (Experts, "dense"),
         (lambda: nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4)), "other"),
         (Complex, "other"),
-        (Functional, "other"),
+        (Functional, "dense"),
+        (lambda: reparametrised(4, 8, 3), "dense"),
+        (lambda: reparametrised(4, 8, 1), "regression"),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "dense"),
     ],
-    ids=["tied", "experts", "norms", "complex", "functional", "some norms"],
+    ids=[
+        "tied",
+        "experts",
+        "norms",
+        "complex",
+        "functional",
+        "weights",
+        "a number",
+        "some norms",
+    ],
 )
 def test_what_is_printed_runs_where_k_fac_has_few_blocks(
     build: Callable[[], nn.Module], kind: str
@@ -222,6 +240,8 @@ def test_what_is_printed_runs_where_k_fac_has_few_blocks(
     model = build()
     advice = soframe.recommend(model)
     assert advice.kind == kind
+    assert ('method="soap"' in advice.call) == (kind == "other")
+    assert bool(advice.page) == (kind == "dense")
     scope: dict[str, object] = {"model": model, "soframe": soframe}
     exec(advice.call, scope)
     x = torch.arange(6) % 9 if isinstance(model, Tied) else torch.rand(6, 4)
