@@ -20,7 +20,6 @@ from soframe.registry import KINDS
 
 Shape = tuple[int, int]  # outputs and inputs of a linear layer
 
-
 SIGNS = {
     nn.Embedding: "tables",
     nn.LayerNorm: "norms",
@@ -56,22 +55,15 @@ def kind_of(model: nn.Module) -> str:
 
 
 def _trains_adapters(model: nn.Module) -> bool:
-    """Return whether most parameters are frozen, and trained matrices make products of low rank."""
-    frozen, trained = 0, 0
-    ranks: list[int] = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            frozen += parameter.numel()
-            continue
-        trained += parameter.numel()
-        if parameter.dim() < 2:
-            continue
-        rank, width = sorted(parameter.shape[:2])
-        if width < 2 * rank:  # the whole weight of a layer
-            return False
-        ranks.append(rank)
-    has_product = len(set(ranks)) < len(ranks)  # of two matrices of one rank
-    return trained < frozen and has_product
+    """Return whether most parameters are frozen, and the trained matrices are several thin ones."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if 2 * sum(p.numel() for p in trained) >= sum(p.numel() for p in parameters):
+        return False
+    matrices = [sorted(p.shape[:2]) for p in trained if p.dim() > 1]
+    if len(matrices) == 1:  # a new head
+        return False
+    return all(width > 4 * rank for rank, width in matrices)
 
 
 def _signs(model: nn.Module) -> set[str]:
