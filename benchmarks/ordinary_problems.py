@@ -111,7 +111,7 @@ def heavy_tails() -> Problem:
 
 
 def raw_prices() -> Problem:
-    """Targets in the hundreds that nobody has scaled, features of several scales."""
+    """Skewed prices around two, up to forty, features of several scales."""
     generator = np.random.default_rng(5)
     x = generator.lognormal(0.0, 0.7, (3000, 6))
     y = 40 * x[:, 0] * x[:, 1] + 25 * np.sqrt(x[:, 2]) + 10 * generator.standard_normal(3000)

@@ -1,18 +1,18 @@
 """The norm clip against its closed form: alone, with the KL clip, and at a learning rate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import soframe
 from soframe.clips import NormClip
 from soframe.testing import compare
-from tests.curvature import closing
+from tests.curvature import closing, half_square, randn
 from tests.examples import examples
 from tests.test_kl_clip import clip, factor_of, net, step
 
@@ -131,3 +131,48 @@ def test_the_default_bounds_the_first_updates() -> None:
         _, clipped = step(model, own)
     assert length_of(p) > 1
     assert length_of(clipped) <= 0.2 * (1 + 1e-5)
+
+
+STEPS = 12  # beyond the second statistics of K-FAC, and the second bases of SOAP
+
+
+def moves(make: Callable[[nn.Module, float], Any], lr: float, warm_up: int = 1) -> list[Tensor]:
+    """Return what each step adds to all weights, of steps that all begin at the same weights."""
+    model = net()
+    optimizer, own = make(model, lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / warm_up))
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    found = []
+    for number in range(STEPS):
+        nn.utils.vector_to_parameters(start.clone(), model.parameters())
+        optimizer.zero_grad()
+        half_square(model(randn(5, 2, 3, 3, seed=number)), randn(5, 2, seed=number)).backward()
+        if own is not None:
+            own.step()
+        optimizer.step()
+        scheduler.step()
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach() - start)
+    (optimizer if own is None else own).close()
+    return found
+
+
+def behind_sgd(model: nn.Module, lr: float) -> Any:
+    """Return the README's first snippet."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return optimizer, soframe.Preconditioner(model, optimizer=optimizer)
+
+
+def owning(model: nn.Module, lr: float) -> Any:
+    """Return the README's second snippet."""
+    return soframe.Optimizer(model, lr=lr), None
+
+
+@pytest.mark.parametrize("make", [behind_sgd, owning])
+def test_by_default_a_step_is_in_proportion_to_its_rate(make: Callable[..., Any]) -> None:
+    """Half the rate is half the step, and a warm-up warms up, with momentum and default clips."""
+    full, half, warmed = moves(make, 0.1), moves(make, 0.05), moves(make, 0.1, warm_up=8)
+    for number in range(STEPS):
+        assert full[number].abs().max() > 1e-3
+        compare(half[number], full[number] / 2, f"step {number} at half the rate")
+        share = min(1.0, (number + 1) / 8)
+        compare(warmed[number], full[number] * share, f"step {number} of a warm-up")

@@ -20,7 +20,6 @@ from soframe.registry import KINDS
 
 Shape = tuple[int, int]  # outputs and inputs of a linear layer
 
-
 SIGNS = {
     nn.Embedding: "tables",
     nn.LayerNorm: "norms",
@@ -48,12 +47,23 @@ RULES: tuple[tuple[set[str], set[str], str], ...] = (
 
 def kind_of(model: nn.Module) -> str:
     """Return the kind of a model: a name of `soframe.Recommendation`."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if trained < sum(p.numel() for p in model.parameters()) / 2:
+    if _trains_adapters(model):
         return "adapters"
     signs = _signs(model)
     kinds = (kind for has, lacks, kind in RULES if has <= signs and signs.isdisjoint(lacks))
     return next(kinds)
+
+
+def _trains_adapters(model: nn.Module) -> bool:
+    """Return whether most parameters are frozen, and the trained matrices are several thin ones."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if 2 * sum(p.numel() for p in trained) >= sum(p.numel() for p in parameters):
+        return False
+    matrices = [sorted(p.shape[:2]) for p in trained if p.dim() > 1]
+    if len(matrices) == 1:  # a new head
+        return False
+    return all(width > 4 * rank for rank, width in matrices)
 
 
 def _signs(model: nn.Module) -> set[str]:

@@ -80,6 +80,32 @@ def test_what_is_recommended_for_a_recurrent_net_trains() -> None:
     assert found.lowest < found.start
 
 
+@pytest.mark.parametrize("end", [0.3, 1.6])
+def test_the_short_comparison_prints_its_columns_and_fails_where_k_fac_diverges(
+    end: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kept(cells: list[Cell], file: Path, processes: int) -> list[Record]:
+        found = []
+        for cell in cells:
+            held_out = [0.5, 0.4] if cell.contender == "sgd" else [0.2, end]
+            found.append(Record(cell, 1.0, held_out, [0.9, 0.7], [1.0, 4.0]))
+        return found
+
+    monkeypatch.setattr(ordinary, "kept", kept)
+    monkeypatch.setattr("sys.argv", ["ordinary", "--short"])
+    assert ordinary.main() == (end > 1.5)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (head,) = (line for line in lines if line[:1] == ["problem"])
+    rows = [line for line in lines if line[:1] and line[0] in ordinary.SHORT]
+    assert [row[0] for row in rows] == list(ordinary.SHORT)
+    runs = 6 if end > 1.5 else 0  # of two rates and three schedules
+    expected = {"diverged": runs, "behind": 0, "best": 0.2, "base": 0.4, "gain": 0.75}
+    expected |= {"steps": 0.5, "time": 0.25, "end": end, "train": 0.7}
+    for row in rows:
+        numbers = dict(zip(head[1:], map(float, row[1:]), strict=True))
+        assert numbers == pytest.approx(expected)
+
+
 def test_no_problem_is_in_two_sets() -> None:
     assert len(OPEN) >= 20
     assert len(UNSEEN) == 8

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import soframe
 from tests import kit
@@ -86,6 +87,13 @@ class Chain(nn.Module):
             setattr(self, f"fc{index}", nn.Linear(widths[index], widths[index + 1]))
 
 
+def frozen(model: nn.Module, trained: int) -> nn.Module:
+    """A model of which the last layers alone are trained."""
+    for layer in list(model.children())[:-trained]:
+        layer.requires_grad_(False)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "identities named attn": (lambda: cnn(attn=nn.Identity(), attn_last=nn.Identity()), "conv"),
     "squeeze and excitation": (lambda: cnn(attn=squeeze()), "conv"),
@@ -129,6 +137,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "perceptron, all alike": (lambda: Chain(16, 16, 16, 16, 16), "dense"),
     "inverted": (lambda: Chain(8, 24, 8, 8), "dense"),
     "gated": (lambda: linear(gate=(8, 16), up=(8, 16), down=(16, 8)), "dense"),
+    "the upper layers are trained": (lambda: frozen(Chain(256, 64, 64, 64, 10), 3), "dense"),
+    "the head is trained": (lambda: frozen(lenet(), 1), "conv"),
+    "the last convolution is trained": (lambda: frozen(cnn(), 2), "conv"),
+    "low rank": (lambda: frozen(Chain(64, 96, 4, 96), 2), "adapters"),
+    "low rank, and a head": (lambda: frozen(Chain(64, 96, 4, 96, 10), 3), "adapters"),
     "gated, fused": (lambda: linear(both=(8, 32), down=(16, 8)), "dense"),
 }
 KINDS = {"conv": "convolutional", "trans": "transformer"}
@@ -191,17 +204,34 @@ class Functional(nn.Module):
         return self.second(hidden, hidden)  # type: ignore[no-any-return]
 
 
+def reparametrised(*widths: int) -> nn.Module:
+    """Layers whose weights K-FAC does not see."""
+    model = Chain(*widths)
+    return nn.Sequential(*map(weight_norm, model.children()))
+
+
 @pytest.mark.parametrize(
     ("build", "kind"),
     [
-        (Tied, "other"),
-        (Experts, "other"),
-        (lambda: nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4)), "other"),
-        (Complex, "other"),
-        (Functional, "other"),
+        (Tied, "dense"),
+        (Experts, "dense"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4)), "dense"),
+        (Complex, "dense"),
+        (Functional, "dense"),
+        (lambda: reparametrised(4, 8, 3), "dense"),
+        (lambda: reparametrised(4, 8, 1), "dense"),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "dense"),
     ],
-    ids=["tied", "experts", "norms", "complex", "functional", "some norms"],
+    ids=[
+        "tied",
+        "experts",
+        "norms",
+        "complex",
+        "functional",
+        "weights",
+        "a number",
+        "some norms",
+    ],
 )
 def test_what_is_printed_runs_where_k_fac_has_few_blocks(
     build: Callable[[], nn.Module], kind: str
