@@ -70,7 +70,7 @@ BOUNDS: dict[str, int] = {
     "classes above 25 methods": 5,
     "classes above 20 attributes": 3,
     "most parameters of a constructor": 19,
-    "lines": 46181,
+    "lines": 46184,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,

@@ -56,14 +56,19 @@ def kind_of(model: nn.Module) -> str:
 
 def _trains_adapters(model: nn.Module) -> bool:
     """Return whether most parameters are frozen, and the trained matrices are several thin ones."""
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    if 2 * sum(p.numel() for p in trained) >= sum(p.numel() for p in parameters):
+    frozen = trained = matrices = thin = 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            frozen += parameter.numel()
+            continue
+        trained += parameter.numel()
+        if parameter.dim() > 1:
+            short, long = sorted(parameter.shape[:2])
+            matrices += 1
+            thin += long > 4 * short
+    if trained >= frozen or matrices == 1:  # one alone is a new head
         return False
-    matrices = [sorted(p.shape[:2]) for p in trained if p.dim() > 1]
-    if len(matrices) == 1:  # a new head
-        return False
-    return all(width > 4 * rank for rank, width in matrices)
+    return thin == matrices
 
 
 def _signs(model: nn.Module) -> set[str]:

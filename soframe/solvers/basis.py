@@ -71,12 +71,14 @@ class Basis(Solver):
 
     def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         del damping
-        vectors, size = last["vectors"], matrix.shape[-1]
+        vectors = last["vectors"]
+        size = matrix.shape[-1]
         # F and ``1e-4 tr(F)/n diag(1, ..., 2)``, so that eigenvalues differ.
         graded = symmetric(matrix)
         grade = torch.linspace(GRADE, 2 * GRADE, size, dtype=matrix.dtype, device=matrix.device)
         graded.diagonal(dim1=-2, dim2=-1).add_(mean_trace(matrix).unsqueeze(-1) * grade)
         product = multiply(graded, vectors)
+        del graded  # as large as the matrix
         if not self.ordered:
             return {"vectors": orthonormal(product)}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
