@@ -58,17 +58,17 @@ def _trains_adapters(model: nn.Module) -> bool:
     """Return whether most parameters are frozen, and the trained matrices are several thin ones."""
     frozen = trained = matrices = thin = 0
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if parameter.requires_grad:
+            trained += parameter.numel()
+            if parameter.dim() > 1:
+                short, long = sorted(parameter.shape[:2])
+                matrices += 1
+                thin += long > 4 * short
+        else:
             frozen += parameter.numel()
-            continue
-        trained += parameter.numel()
-        if parameter.dim() > 1:
-            short, long = sorted(parameter.shape[:2])
-            matrices += 1
-            thin += long > 4 * short
-    if trained >= frozen or matrices == 1:  # one alone is a new head
+    if trained >= frozen:
         return False
-    return thin == matrices
+    return thin == matrices != 1  # one alone is a new head
 
 
 def _signs(model: nn.Module) -> set[str]:
