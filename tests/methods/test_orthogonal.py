@@ -189,6 +189,7 @@ def test_dtype_of_the_products(dtype: str) -> None:
     step = Given(matrix, matrix, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
     for full_rms in (0.0, 0.3):  # updates of the full length
         update = Orthogonalise(dtype=dtype, full_rms=full_rms).direct(step).matrix
+        assert update.dtype == matrix.dtype
         assert torch.equal(update, found.to(matrix.dtype))
 
 

@@ -138,6 +138,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "inverted": (lambda: Chain(8, 24, 8, 8), "dense"),
     "gated": (lambda: linear(gate=(8, 16), up=(8, 16), down=(16, 8)), "dense"),
     "the upper layers are trained": (lambda: frozen(Chain(256, 64, 64, 64, 10), 3), "dense"),
+    "a narrow layer is trained": (lambda: frozen(Chain(256, 96, 32, 96), 2), "dense"),
     "the head is trained": (lambda: frozen(lenet(), 1), "conv"),
     "the last convolution is trained": (lambda: frozen(cnn(), 2), "conv"),
     "low rank": (lambda: frozen(Chain(64, 96, 4, 96), 2), "adapters"),
