@@ -160,6 +160,19 @@ def test_a_gpt_reads_no_byte_ahead_and_both_kinds_are_one_model(fused):
     torch.testing.assert_close(loss, F.cross_entropy(logits, other))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_layer_adds_begins_smaller_by_the_root_of_their_number(fused):
+    sizes = models.Sizes(16, context=6, width=64, layers=8, heads=2)
+    model = models.GPT(sizes, fused=fused)
+    stds = {name: float(p.detach().std()) for name, p in model.named_parameters()}
+    last = [name for name in stds if name.endswith((".out.weight", ".narrow.weight"))]
+    assert len(last) == 16
+    for name in last:
+        assert stds[name] == pytest.approx(0.005, rel=0.1)
+    for name in ("tokens.weight", "layers.0.widen.weight"):
+        assert stds[name] == pytest.approx(0.02, rel=0.1)
+
+
 def test_attention_is_torch_s():
     sizes = models.Sizes(16, context=5, width=8, layers=1, heads=2)
     plain, fused = models.Layer(sizes).double(), workloads.Layer(8, 2).double()
