@@ -197,6 +197,17 @@ def test_settings_of_the_machine_reach_the_model(tmp_path, monkeypatch):
     run.advance()
 
 
+def test_adamw_leaves_vectors_without_decay() -> None:
+    settings = recipe("bert_large").Settings(weight_decay=0.3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    decays = {}
+    for group in common.first_order(model, settings, "adamw").param_groups:
+        for parameter in group["params"]:
+            decays[parameter] = group["weight_decay"]
+    assert [decays[parameter] for parameter in model.parameters()] == [0.3, 0.0, 0.0, 0.0]
+
+
+
 def test_solver_and_decay_reach_soframe(tmp_path):
     settings = settings_of("resnet32", tmp_path, solver="eigen", decay=0.8)
     _, preconditioner = common.optimizer(recipe("resnet32").model(settings), settings)
