@@ -207,7 +207,6 @@ def test_adamw_leaves_vectors_without_decay() -> None:
     assert [decays[parameter] for parameter in model.parameters()] == [0.3, 0.0, 0.0, 0.0]
 
 
-
 def test_solver_and_decay_reach_soframe(tmp_path):
     settings = settings_of("resnet32", tmp_path, solver="eigen", decay=0.8)
     _, preconditioner = common.optimizer(recipe("resnet32").model(settings), settings)
