@@ -77,6 +77,8 @@ def test_the_table_and_the_plot_show_every_run(tmp_path):
     left, right = figure.axes
     assert list(left.lines[0].get_xdata()) == [0, 10, 20, 30, 40]
     assert list(right.lines[0].get_xdata()) == [0.0, 0.5, 1.0, 1.5, 2.0]
+    targets = [f"{target:g}" for target in workload("digits-autoencoder").targets]
+    assert [text.get_text() for text in right.texts] == targets
     assert left.get_ylim()[1] == pytest.approx(9.0)  # what diverges leaves the panel
     assert save(figure, tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
 

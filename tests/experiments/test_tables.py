@@ -91,6 +91,9 @@ def test_one_seed_has_no_interval() -> None:
     table = summary(CNN, [one], "40 steps")
     assert "seed 1" in table.notes[0]
     assert "Untuned: default settings and a default learning rate." in table.notes
+    assert "ms/step: median over the steps." in table.notes
+    averaged = "ms/step: median over the steps of a run, mean over seeds."
+    assert averaged in summary(CNN, [SGD], "40 steps").notes
 
 
 def test_markdown_has_a_line_for_each_group() -> None:

@@ -1,6 +1,7 @@
 """The LoRA recipe with transformers, peft and accelerate, on a small GPT-2 in a folder."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -8,12 +9,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from experiments.libraries import MissingLibraryError
-from experiments.recipes import lora
+from experiments.recipes import loop, lora
 
 TEXT = "Natural gradients follow the geometry of the model's distribution. " * 200
 
@@ -22,6 +24,21 @@ def test_missing_libraries_are_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingLibraryError, match=r"missing: accelerate.*\.\[integrations\]"):
         lora.run(lora.Settings(output=tmp_path))
+
+
+@pytest.mark.parametrize(("step", "expected"), [(4, 2.0), (6, 1.0)])
+def test_the_last_loss_is_measured_unless_it_was(step, expected):
+    log = [{"step": 2, "eval_loss": 3.0}, {"step": 4, "eval_loss": 2.0}, {"step": 4, "loss": 5.0}]
+    state = SimpleNamespace(log_history=log, global_step=step)
+    trainer = SimpleNamespace(state=state, evaluate=lambda: {"eval_loss": 1.0})
+    assert lora._last_loss(trainer) == expected
+
+
+def test_a_loss_that_is_not_finite_is_an_error():
+    state = SimpleNamespace(log_history=[], global_step=4)
+    trainer = SimpleNamespace(state=state, evaluate=lambda: {"eval_loss": math.nan})
+    with pytest.raises(loop.DivergedError, match="the loss is nan"):
+        lora._last_loss(trainer)
 
 
 @pytest.fixture(scope="module")
