@@ -40,12 +40,8 @@ import soframe
 ROOT = Path(soframe.__file__).parent
 EXTENSIONS = ("parallel", "trust_region", "testing", "experiments")
 ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
-FACADES = (  # of users
-    "preconditioner.Preconditioner",
-    "curvature.Curvature",
-    "optimizer.Optimizer",
-    "trust_region.optimizer.TrustRegion",
-)
+HANDING_ON = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every call on
+FACADES = (*HANDING_ON, "optimizer.Optimizer", "trust_region.optimizer.TrustRegion")  # of users
 
 BOUNDS: dict[str, int] = {
     "kfac: files": 43,
@@ -195,6 +191,7 @@ def shapes(files: dict[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
         assert match is not None
         place = Path(finding["filename"]).relative_to(ROOT).with_suffix("")
         complex_ones[".".join([*place.parts, match[1]])] = int(match[2])
+    above_30 = {name for name, count in methods.items() if count > 30}
     for facade in FACADES:
         del methods[facade], attributes[facade]
     guards = re.compile(r"_*(check|require|refuse|ensure|forbid)")
@@ -204,7 +201,7 @@ def shapes(files: dict[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
             count for name, count in functions.items() if guards.match(name)
         ),
         "functions above complexity 15": len(complex_ones),
-        "classes above 30 methods": sum(count > 30 for count in methods.values()),
+        "classes above 30 methods": len(above_30.difference(HANDING_ON)),
         "classes above 25 methods": sum(count > 25 for count in methods.values()),
         "classes above 20 attributes": sum(count > 20 for count in attributes.values()),
         "most parameters of a constructor": max(parameters.values()),

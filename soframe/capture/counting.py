@@ -182,7 +182,7 @@ class Observed:
     def masked(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Yield vectors and weights for the mean over these terms, given those of all terms."""
+        """Turn vectors and weights of the mean over all terms into those of the mean over these."""
         for vector, weight in vectors:
             masked = list(vector)
             for index, mask in enumerate(self.masks):

@@ -253,7 +253,7 @@ def _of_length(
     sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
 ) -> Sight:
     """Return the batch of inputs and outputs, which are all of a length that no input has."""
-    either = f"{_shown(inputs, outputs)}, of which either may be the batch"
+    either = f"{_shown(inputs, outputs)}, and either may be the batch"
     is_second = length in {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
     seconds = {second for _, second in _leading_sizes(outputs)}
     size = common(seconds & {len(tensor) for tensor in inputs})

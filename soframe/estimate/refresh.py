@@ -96,7 +96,7 @@ class Refresh:
         pair = (self.coming, solve_every)
         if pair in self._warned_of:
             return
-        # Only statistics of calls have an interval of their own.
+        # `statistics_every` is for statistics of calls alone.
         if any(block.captured for block in blocks if block.tensors):
             self._warned_of.add(pair)
             if (conflict := mismatch(*pair)) is not None:

@@ -219,7 +219,7 @@ class Fit:
             outputs, value = call_loss(loss, self._model, batch, probed=self._fisher.probed)
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if self._fisher.probed:
-                # Noise is of one tensor of outputs, some of which count() may leave out.
+                # Outputs have a number if they are one tensor, and count() leaves none out.
                 if isinstance(outputs, Tensor) and not self._capture.counts:
                     number_of_outputs += outputs.numel()
             else:

@@ -165,11 +165,16 @@ def test_zero_stays_zero() -> None:
     assert not nearest_orthogonal(torch.zeros(2, 3, 9)).any()
 
 
+def step_of(matrix: Tensor) -> Given:
+    """Return a step of a stage that reads its input alone."""
+    return Given(matrix, matrix, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["muon", "polar-express"])
 def test_groups_below_the_full_rms_are_shorter(kind: Coefficients) -> None:
     """Each by its own entries, of matrices that are not square."""
     matrix = randn(3, 4, 6) * torch.tensor([0.1, 1.0, 10.0]).double().view(3, 1, 1)
-    step = Given(matrix, matrix, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
+    step = step_of(matrix)
     whole = Orthogonalise(coefficients=kind).direct(step).matrix
     shorter = Orthogonalise(coefficients=kind, full_rms=2.0).direct(step).matrix
     share = (matrix.square().mean((1, 2), keepdim=True).sqrt() / 2).clamp(max=1)
@@ -186,7 +191,7 @@ def test_dtype_of_the_products(dtype: str) -> None:
         dtype
     ]
     assert lowest < error < highest
-    step = Given(matrix, matrix, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
+    step = step_of(matrix)
     for full_rms in (0.0, 0.3):  # updates of the full length
         update = Orthogonalise(dtype=dtype, full_rms=full_rms).direct(step).matrix
         assert update.dtype == matrix.dtype
@@ -210,10 +215,9 @@ def test_a_processor_with_instructions_for_bfloat16_uses_them(
     """By the sides of a matrix, and only instead of float32."""
     matrix = randn(*shape)
 
-    def found(given: Tensor, fast: bool) -> Tensor:
+    def found(input: Tensor, fast: bool) -> Tensor:
         monkeypatch.setattr(devices, "fast_bfloat16", lambda: fast)
-        one = Given(given, given, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
-        return Orthogonalise().direct(one).matrix
+        return Orthogonalise().direct(step_of(input)).matrix
 
     single = matrix.float()
     for fast in (True, False):
